@@ -27,7 +27,7 @@ from serl_launcher.datasets.reader import Dataset
 from serl_launcher.datasets.robomimic import RobomimicFile
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.service.link import ask, connect, wait_for_spec
-from serl_launcher.store.store import DATASET
+from serl_launcher.store.directives import DATASET
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of
 

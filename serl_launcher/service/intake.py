@@ -18,6 +18,7 @@ from serl_launcher.service.failures import Failures, Request
 from serl_launcher.service.keeper import StoreKeeper
 from serl_launcher.service.peers import Address, Batch, Peer
 from serl_launcher.service.updates import StateUpdates
+from serl_launcher.store.directives import DATASET
 from serl_launcher.store.errors import Full, Gap
 from serl_launcher.store.store import Store
 
@@ -153,8 +154,13 @@ class Intake:
         return True
 
     def _check_owner(self, store: Store, peer: Peer, session: str, record: QueuedRecord) -> None:
-        """Raise Refused for another actor's episode, which only an operator's key may label, or begin."""
-        if peer.owner is None or peer.owner.role != "actor" or isinstance(record, LostRecord):
+        """Raise Refused for another actor's episode, which only an operator's key may label, or begin, and for the
+        importer's directive, under which nobody out there may write."""
+        if peer.owner is None or isinstance(record, LostRecord):
+            return
+        if isinstance(record, Segment) and store.directives.mode(record.stamp.directive) == DATASET:
+            raise Refused(f"directive {record.stamp.directive}, of {record.episode}, is the importer's own")
+        if peer.owner.role != "actor":
             return
         if isinstance(record, Segment) and record.start:
             return  # it goes on with one of its own session, or is refused

@@ -186,8 +186,8 @@ class Server:
         return m.WeightsChunk(request.sha256, request.part, checksum, {"data": data})
 
     def _direct(self, peer: Peer, direct: m.Direct) -> m.Message:
-        number = self.keeper.ready.direct(dict(direct.body))
-        if number == self.keeper.ready.directive:
+        number = self.keeper.ready.direct(dict(direct.body), self.updates.here)
+        if number == self.keeper.ready.directives.newest:
             self.updates.is_directed, self.updates.allowance = True, (number, direct.steps)
         return m.Done(number)
 

@@ -11,6 +11,7 @@ from typing import Any
 from serl_client import clock
 from serl_client import messages as m
 
+from serl_launcher.service.failures import DISK
 from serl_launcher.service.keeper import StoreKeeper
 from serl_launcher.service.peers import Address, Peer
 
@@ -40,6 +41,7 @@ class StateUpdates:
         if due:
             self._next = now + UPDATE_S
             self.forget(now)
+            self.deal()
             self.cut_silent(now)
         for peer in self._peers.values():
             update = self.of(peer)
@@ -49,14 +51,35 @@ class StateUpdates:
 
     def of(self, peer: Peer) -> m.StateUpdate:
         """Return what is valid for this client now."""
-        return m.StateUpdate(*self.shared(), self.step_limit(peer), self._keeper.degraded or peer.waits_for)
+        directive, weights = self.shared()
+        if directive and peer.hello.role == "actor" and not self._is_for(directive["number"], peer):
+            directive = {**directive, "mode": "idle"}
+        return m.StateUpdate(directive, weights, self.step_limit(peer), self._keeper.degraded or peer.waits_for)
+
+    def deal(self) -> None:
+        """Let those who are here run an evaluation that is for nobody of them: who was to run it has left."""
+        if (store := self._keeper.store) is None or self._keeper.degraded:
+            return
+        try:
+            store.deal(self.here)
+        except DISK as error:
+            self._keeper.degrade(error)
+
+    def _is_for(self, number: int, peer: Peer) -> bool:
+        return self._keeper.store is None or self._keeper.store.directives.is_for(number, peer.hello.actor)
+
+    @property
+    def here(self) -> set[str]:
+        """The actors that are connected, without the learner's own."""
+        peers = (peer for peer in self._peers.values() if peer.owner is not None)
+        return {peer.hello.actor for peer in peers if peer.hello.role == "actor"}
 
     def shared(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the directive and the newest weights, as in StateUpdate; empty where there are none."""
         store = self._keeper.store
         if store is None:
             return {}, {}
-        newest, number = store.newest_weights, store.directive
+        newest, number = store.newest_weights, store.directives.newest
         weights = {key: newest[key] for key in ("version", "sha256", "size")} if newest else {}
         directive = {"number": number, **store.directives[number]} if number else {}
         if directive.get("mode") == "stop" and not self.is_directed:
@@ -73,7 +96,7 @@ class StateUpdates:
         store = self._keeper.store
         if store is None or not peer.hello.paced:
             return None
-        number = store.directive
+        number = store.directives.newest
         if not number or not store.directives[number].get("paced"):
             return None
         directive, steps = self.allowance

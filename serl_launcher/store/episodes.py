@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 from serl_client.episode import Outcome, Segment
+from serl_client.errors import Refused
 
 from serl_launcher.store.aside import REMEDY, is_aside, outcome_of
 from serl_launcher.store.index import Index
@@ -152,6 +153,17 @@ class Episodes:
         staged = [episode for episode in self.changed.values() if episode.session == state.session]
         newest = max([*staged, *self._index.newest(state.session)], key=lambda episode: episode.number, default=None)
         return None if state.closed or newest is None or newest.final else newest
+
+    def continued_by(self, segment: Segment, state: Session) -> Episode:
+        """Return the episode that this later segment goes on with. Raises Refused if it does not follow, or names
+        another directive than the episode's."""
+        episode, at = self.continued(state), f"{segment.episode}[{segment.start}]"
+        if episode is None or (episode.part_of, next_step(episode)) != (segment.episode, segment.start):
+            there = f"{episode.part_of}[{next_step(episode)}]" if episode else "the start of an episode"
+            raise Refused(f"step {at} came where {there} was to come")
+        if (number := segment.stamp.directive) != episode.directive:
+            raise Refused(f"step {at} names directive {number}, and its episode began under {episode.directive}")
+        return episode
 
     def _judge(self, episode: Episode, outcome: Outcome) -> None:
         """Apply one outcome: the latest word of an operator or of the learner itself wins; without one, the judge's."""

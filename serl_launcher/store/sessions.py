@@ -10,6 +10,7 @@ from serl_client.errors import Refused, Replaced
 from serl_client.keys import owns
 
 from serl_launcher.store.schema import Session
+from serl_launcher.store.texts import Texts
 
 EMPTY = 4096  # sessions without a record that are kept: the latest
 
@@ -21,6 +22,7 @@ class Sessions:
         self.all = sessions
         self.changed: dict[str, Session] = {}
         self.forgotten: set[str] = set()
+        self.texts = Texts()
         self._position = max((state.position for state in sessions.values()), default=-1) + 1
         self._empty: dict[str, None] = {}
         self._living: dict[tuple[str, str], dict[str, None]] = {}  # the open ones of an actor's outbox
@@ -37,7 +39,8 @@ class Sessions:
         """Add these sessions. owner: the key that names them; "": there are no keys. simulated: the clock of the actor.
         The store's next commit makes them durable.
 
-        Raises Refused, and changes nothing, for a session of another key or outbox, and if `session` is over.
+        Raises Refused, and changes nothing, for a session of another key or outbox, if `session` is over, and if the
+        key has brought too many names.
         """
         names = [*earlier, session]
         for state in (self.all[name] for name in names if name in self.all):
@@ -47,6 +50,7 @@ class Sessions:
             raise Replaced(
                 f"session {session} is over: another client named {actor} has connected since; start this one again"
             )
+        self.texts.add(owner, *(name for name in names if name not in self.all), actor, outbox)
         for name in names:
             if name not in self.all:
                 state = Session(name, self._position, actor, outbox, simulated=simulated, owner=owner)
@@ -78,6 +82,7 @@ class Sessions:
         return set().union(*(self._named.get(begin, ()) for begin in _beginnings(episode)))
 
     def _enter(self, state: Session) -> None:
+        self.texts.note(state.owner, state.session, state.actor, state.outbox)
         if not state.expected:
             self._empty[state.session] = None
         if not state.closed:
@@ -86,6 +91,7 @@ class Sessions:
 
     def _forget(self, session: str) -> None:
         state = self.all.pop(session)
+        self.texts.drop(state.owner, session)
         del self._empty[session]
         self.changed.pop(session, None)
         self.forgotten.add(session)

@@ -23,9 +23,10 @@ from serl_client.errors import ConfigError, Refused, RetakeError
 from serl_client.spec import Array, Spec
 
 from serl_launcher.store.archive import Archive
-from serl_launcher.store.aside import SESSION, absurd
+from serl_launcher.store.aside import LEARNER, SESSION, absurd
 from serl_launcher.store.creation import INDEX, is_there, make_store
-from serl_launcher.store.episodes import Episodes, next_step
+from serl_launcher.store.directives import EVALUATE, Directives
+from serl_launcher.store.episodes import Episodes
 from serl_launcher.store.errors import Full, Gap, GroupFailed
 from serl_launcher.store.files import allocate
 from serl_launcher.store.index import Index
@@ -35,7 +36,6 @@ from serl_launcher.store.sessions import Sessions
 
 log = logging.getLogger(__name__)
 
-DATASET = "dataset"  # the mode of a directive that no actor hears of: an importer's
 GROUP_BYTES = 64 << 20  # a group this large is committed before more is staged
 GROUP_OUTCOMES = 10_000  # and so is one with so many outcomes, or records that are lost
 
@@ -67,7 +67,7 @@ class Store:
         self.sources = self.index.sources()
         self.lives = Sessions(self.index.sessions())
         self.sessions = self.lives.all
-        self.directives = self.index.directives()
+        self.directives = Directives(self.index)
         self.newest_weights = next(iter(self.index.weights(1)), None)
         self.phase_steps = self.index.phases()
         self.episodes = Episodes(self.index)
@@ -217,24 +217,21 @@ class Store:
             raise Refused(f"a segment of {segment.episode} does not fit the run's Spec: {error}") from None
 
     def _source_of(self, state: Session, segment: Segment) -> Source:
-        body = self.directives.get(segment.stamp.directive, {})
+        """Return where a segment goes. Its directive's own record says that, and its phase; so must its stamp."""
+        body = self.directives.of(segment, state.actor, (self.newest_weights or {}).get("version", 0))
         if segment.start > 0:
-            episode = self.episodes.continued(state)
-            if episode is None or (episode.part_of, next_step(episode)) != (segment.episode, segment.start):
-                there = f"{episode.part_of}[{next_step(episode)}]" if episode else "the start of an episode"
-                raise Refused(f"step {segment.episode}[{segment.start}] came where {there} was to come")
-            if not body:
-                raise Refused(f"no directive {segment.stamp.directive}, of {segment.episode}, was ever given")
-            source = self.sources[episode.source]
+            source = self.sources[self.episodes.continued_by(segment, state).source]
         else:
             name = body.get("into")
             if name not in self.sources:
                 raise Refused(f"directive {segment.stamp.directive} of {segment.episode} collects into no source")
             if self.episodes.find(segment.episode) is not None:
                 raise Refused(f"episode {segment.episode} is there already")
+            self.lives.texts.drop(state.owner, segment.episode)  # it may have been judged already
             source = self.sources[name]
         if len(segment) > source.capacity // 2:
             raise Refused(f"a segment of {len(segment)} steps does not fit source {source.name} of {source.capacity}")
+        self.lives.texts.add(state.owner, segment.task)
         return source
 
     def _stage_lost(self, state: Session, seq: int, lost: LostRecord) -> None:
@@ -242,7 +239,8 @@ class Store:
         log.warning("record %d of %s is lost (%r)", seq, state.actor, lost.reason[:MAX_NAME])
         if len(self._staged_lost) >= GROUP_OUTCOMES:
             self.commit()
-        self._staged_lost.append((state.session, seq, lost.reason[:MAX_NAME]))
+        reason = lost.reason[:MAX_NAME] if self.lives.texts.takes(state.owner, lost.reason[:MAX_NAME]) else ""
+        self._staged_lost.append((state.session, seq, reason))
         if episode := self.episodes.open.get(state.session):
             episode.continued = True  # perhaps by the lost record: so a verdict is not about the last step here
         self.episodes.cut(state.session)
@@ -251,6 +249,10 @@ class Store:
         """Apply an outcome. It may come before its episode's first segment, or long after its last."""
         if len(outcome.episode) > MAX_NAME or len(outcome.judged_by) > MAX_NAME:
             raise Refused(f"the names in an outcome have at most {MAX_NAME} characters")
+        if outcome.judged_by.startswith(LEARNER):
+            raise Refused(f"an outcome by {outcome.judged_by!r} is the learner's own: no client says it")
+        is_early = bool(state.owner) and not self.episodes.parts(outcome.episode)
+        self.lives.texts.add(state.owner, outcome.judged_by, *[outcome.episode] * is_early)
         if len(self.episodes.said) >= GROUP_OUTCOMES:
             self.commit()
         self.episodes.judge(outcome, state.session, seq)
@@ -351,23 +353,27 @@ class Store:
             ring.files.publish(ring.source.tail, ring.source.head)
 
     # -- numbers that never go back
-    @property
-    def directive(self) -> int:
-        """The number of the newest directive that is for actors; 0: there is none."""
-        return next((n for n, body in reversed(self.directives.items()) if body.get("mode") != DATASET), 0)
-
-    def direct(self, body: dict[str, Any]) -> int:
+    def direct(self, body: dict[str, Any], actors: Collection[str] = ()) -> int:
         """Make `body` the directive, durably, and return its number: the same one when nothing changed.
 
+        An evaluation is for these `actors` and for all that have brought steps before.
         A body of the mode DATASET only names the source of the steps that are stamped with its number.
         """
-        latest = self.directives if body.get("mode") == DATASET else [self.directive]
-        if number := next((n for n in latest if n and self.directives[n] == body), 0):
+        if number := self.directives.same(body):
             return number
         number = self.index.add("directives", (json.dumps(body),))
+        if body.get("mode") == EVALUATE:
+            self.directives.deal(number, {*actors, *(state.actor for state in self.sessions.values() if state.steps)})
         self.commit()
         self.directives[number] = body
         return number
+
+    def deal(self, actors: Collection[str]) -> None:
+        """Let these actors, durably, follow the newest directive, unless one of them does."""
+        number = self.directives.newest
+        if actors and not any(self.directives.is_for(number, actor) for actor in actors):
+            self.directives.deal(number, actors)
+            self.commit()
 
     def publish_weights(self, sha256: str, size: int, update: int) -> int:
         """Give the weights file `sha256` the next version number, durably."""

@@ -283,7 +283,7 @@ class Rows:
         action, times = np.zeros((self.length, *self.spec.action.shape), np.float32), zeros.astype(np.float64)
         return [
             Segment(
-                f"bench-{self._episodes}", i * self.length, "bench", Stamp(number, "bench", 1),
+                f"bench-{self._episodes}", i * self.length, "bench", Stamp(number, "bench", 0),
                 self._pool[i % len(self._pool)], action, zeros, flags, flags, times,
             )
             for i in range(count)

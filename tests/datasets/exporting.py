@@ -51,6 +51,8 @@ class Run:
         self.store = Store.create(folder / "store", spec, {"online": capacity, "demo": 400}, archived)
         self.store.direct({"into": "online", "phase": "practise"})
         self.store.direct({"into": "demo", "phase": "demonstrate"})
+        for version in "abc":
+            self.store.publish_weights(version * 64, 1, 0)
         self.store.lives.hello("arm", "outbox", "A", [])
         self.store.commit()
         self.revision, self.exporter = 0, self.started()

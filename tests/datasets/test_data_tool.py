@@ -46,12 +46,12 @@ def kept(run, *episodes, outcomes=True, ends=True, cut=(), ages=True):
     spec = SPEC if ages else replace(SPEC, extras={})
     store = Store.create(run / "store", spec, {"online": 1000})
     store.lives.hello("arm", "outbox", "session", [])
-    directive, seq = store.direct({"mode": "collect", "into": "online"}), itertools.count()
+    directive, seq = store.direct({"phase": "practise", "into": "online"}), itertools.count()
     for number, arrays in enumerate(episodes):
         count = len(arrays["action"])
         seen = {STATE: arrays["state"], CAMERA: arrays["image"]}
         segment = Segment(
-            f"e{number}", 0, "reach", Stamp(directive, "practise", 1),
+            f"e{number}", 0, "reach", Stamp(directive, "practise", 0),
             {name: array[: count + ends] for name, array in seen.items()}, arrays["action"],
             np.zeros(count, np.float32), np.zeros(count, bool), np.zeros(count, bool), arrays["time"],
             terminated=ends and number not in cut, truncated=number in cut, extras={AGE: arrays["age"]} if ages else {},

@@ -9,7 +9,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
 
 from serl_launcher.datasets.reader import Dataset
-from serl_launcher.store.store import DATASET
+from serl_launcher.store.directives import DATASET
 from tests.shared.common import STATE
 
 from .lerobots import CAMERA

@@ -13,7 +13,8 @@ from serl_client.spec import Feature, Spec
 
 from serl_launcher.datasets.export import export_run
 from serl_launcher.datasets.reader import Dataset, Episode
-from serl_launcher.store.store import DATASET, Store
+from serl_launcher.store.directives import DATASET
+from serl_launcher.store.store import Store
 from tests.shared import oracle
 from tests.shared.clients import connected
 from tests.shared.common import PATIENCE, STATE, TRAIN, until
@@ -61,10 +62,10 @@ def test_the_store_goes_on_with_the_directive_before_it(tmp_path, low):
     store = Store.create(tmp_path / "store", low.spec(), {"demo": 1000})
     first = store.direct({"mode": "collect", "into": "demo"})
     other = store.direct({"mode": DATASET, "into": "demo"})
-    assert (first, other, store.directive) == (1, 2, 1)
+    assert (first, other, store.directives.newest) == (1, 2, 1)
     assert store.direct({"mode": DATASET, "into": "demo"}) == 2
     assert store.direct({"mode": "collect", "into": "demo"}) == 1
-    assert store.direct({"mode": "idle"}) == store.directive == 3
+    assert store.direct({"mode": "idle"}) == store.directives.newest == 3
     store.close()
 
 

@@ -59,7 +59,7 @@ def record(session: str, seq: int) -> QueuedRecord:
     start, ends = (0, "") if part == 0 else (STEPS, ("terminated", "truncated")[number % 2])
     rows = STEPS + bool(ends)
     return Segment(
-        episode, start, "reach", Stamp(1 if number == 0 else 2, "practise", seq),
+        episode, start, "reach", Stamp(1 if number == 0 else 2, "practise", seq % 2),
         {STATE: generator.random((rows, 3), "f4"), IMAGE: generator.integers(0, 255, (rows, 12, 12, 3), "u1")},
         generator.random((STEPS, 2), np.float32), generator.random(STEPS, np.float32), generator.random(STEPS) < 0.5,
         generator.random(STEPS) < 0.5, generator.random(STEPS),
@@ -126,6 +126,7 @@ class _Played:
             first, other = Actor(self._public, "a", "a0"), Actor(self._public, "b", "b0")
             for actor in (first, other):
                 actor.welcome()
+            self._publish()
             self._ask("directive", BODIES[0], m.Direct(BODIES[0], None))
             for actor in (first, other):
                 actor.push_next(3)

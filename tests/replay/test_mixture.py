@@ -53,7 +53,7 @@ def test_no_window_starts_in_an_episode_whose_beginning_was_evicted(push, whole,
 
 def test_a_step_has_one_id_in_every_batch_and_no_other_step_has_it(push, sources, make_segment):
     push("A", make_segment("won", 1, ends="terminated"), Outcome("won", True))
-    push("B", make_segment("shown", 2, ends="terminated", directive=2), Outcome("shown", True))
+    push("B", make_segment("shown", 2, ends="terminated", directive=2, phase="demonstrate"), Outcome("shown", True))
     ids = {}
     for shares in ({"success": 1.0}, {"online": 0.5, "demo": 0.5}):
         batch = sources().sample(400, SAC, shares)
@@ -83,7 +83,8 @@ def test_each_window_has_the_task_of_its_episode(push, sources, make_segment):
 def test_views_hold_what_their_filter_says_and_follow_a_corrected_outcome(push, sources, make_segment):
     push("A", make_segment("win", 1, ends="terminated"), Outcome("win", True))
     push("A", make_segment("loss", 2, ends="terminated"), Outcome("loss", False))
-    push("B", make_segment("shown", 3, 0, 8, ends="terminated", directive=2), Outcome("shown", True))
+    shown = make_segment("shown", 3, 0, 8, ends="terminated", directive=2, phase="demonstrate")
+    push("B", shown, Outcome("shown", True))
     found = sources()
     assert {key for key, _ in starts(found.sample(400, SAC, {"success": 1.0}))} == {1, 3}
     assert (found.size("success"), found.size("online"), found.size("long")) == ((12, 2), (8, 2), (0, 0))
@@ -204,7 +205,7 @@ def test_beginnings_that_are_overwritten_while_they_are_read_are_left_out(push, 
 def test_a_batch_is_shared_out_exactly_and_an_empty_source_gives_none(push, sources, make_segment):
     push("A", make_segment("e0", 1, 0, 20, ends="terminated"))
     assert sources().sample(64, SAC, {"online": 0.5, "demo": 0.5}) is None
-    push("B", make_segment("d0", 2, 0, 10, ends="terminated", directive=2))
+    push("B", make_segment("d0", 2, 0, 10, ends="terminated", directive=2, phase="demonstrate"))
     batch = sources().sample(65, SAC, {"online": 0.5, "demo": 0.5})
     keys = batch.observation[STATE][:, 0, 0]
     assert sorted([(keys == 1).sum().item(), (keys == 2).sum().item()]) == [32, 33]
@@ -310,7 +311,7 @@ def test_the_first_windows_of_episodes_come_with_the_discounted_returns_that_fol
     push("A", make_segment("won", 1, 0, 3))
     push("B", make_segment("lost", 2, 0, 7, ends="truncated"))  # lies between
     push("A", make_segment("won", 1, 3, 3, ends="terminated"))
-    push("B", make_segment("shown", 3, 0, 4, ends="terminated", directive=2))
+    push("B", make_segment("shown", 3, 0, 4, ends="terminated", directive=2, phase="demonstrate"))
     found = sources()
     episodes = {e.id: e for held in found.held.values() for e in held.values()}
     batch, returns = found.beginnings([episodes["won"], episodes["lost"]], CHUNK_SAC, 0.5)

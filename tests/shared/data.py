@@ -31,7 +31,7 @@ def make_segment(episode="e0", key=0, start=0, steps=4, *, ends="", **stamp):
     )
 
 
-def blank_segment(spec, episode, start=0, steps=2, *, ends="", directive=1, phase="practise", weights=1):
+def blank_segment(spec, episode, start=0, steps=2, *, ends="", directive=1, phase="practise", weights=0):
     """One that fits any Spec; every number of its observations is its start, all other columns are zeros."""
 
     def made(features, rows, value=0):

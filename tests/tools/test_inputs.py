@@ -43,7 +43,7 @@ def episode(number, source, directive, random, success):
     id, flags = f"{source}-{number}", np.zeros(STEPS, bool)
     seen = {STATE: random.normal(size=(STEPS + 1, 2)).astype(np.float32), FRONT: images[0], SIDE: images[1]}
     rows = np.zeros(STEPS, np.float32), flags, flags, np.arange(STEPS) / 10.0
-    yield Segment(id, 0, "look", Stamp(directive, source, 1), seen, action, *rows, terminated=True)
+    yield Segment(id, 0, "look", Stamp(directive, source, 0), seen, action, *rows, terminated=True)
     yield Outcome(id, success)
 
 

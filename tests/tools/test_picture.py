@@ -30,7 +30,7 @@ def recorded(env, number, drive, directive, phase):
     done = bool(steps[-1].terminated)
     zeros = np.zeros(len(steps), bool)
     return Segment(
-        f"arm-{phase}-{number}", 0, env.task, Stamp(directive, phase, 1), {STATE: np.stack(rows)},
+        f"arm-{phase}-{number}", 0, env.task, Stamp(directive, phase, 0), {STATE: np.stack(rows)},
         np.stack([step.executed for step in steps]), np.array([step.reward for step in steps], np.float32),
         zeros, zeros, np.arange(len(steps)) / FPS, terminated=done, truncated=not done,
         extras={name: np.stack([step.extras[name] for step in steps]) for name in env.spec.extras},
