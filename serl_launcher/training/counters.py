@@ -1,6 +1,6 @@
 """Counts env steps, episodes, success rate and interventions of each phase, for the plan and for people."""
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -13,13 +13,15 @@ from serl_client.spec import Array
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.views import EpisodeInfo
-from serl_launcher.store.store import DATASET
+from serl_launcher.store.directives import DATASET
 from serl_launcher.training.plan import EVAL, LONGEST_WINDOW
 from serl_launcher.training.plan_state import PhaseCounts, Progress, SourceCounts
 
 COUNTED, SUCCEEDED, INTERVENED, JUDGED, TRAINED, ASSISTED = 1, 2, 4, 8, 16, 32
 NUMBER = attrgetter("number")
-ENTRY = np.dtype([("phase", "<i4"), ("flags", "<i4"), ("steps", "<i8"), ("weights", "<i8"), ("reward", "<f8")])
+ENTRY = np.dtype([
+    ("phase", "<i4"), ("flags", "<i4"), ("steps", "<i8"), ("directive", "<i8"), ("weights", "<i8"), ("reward", "<f8")
+])  # fmt: skip
 
 
 @dataclass
@@ -32,8 +34,9 @@ class _Phase(PhaseCounts):
 
 
 class RunCounters:
-    """Counts per phase, updated by each change of an episode. Late data count for the phase that their stamp names.
+    """Counts per phase, updated by each change of an episode. Late data count for the phase of their directive.
 
+    Evaluated episodes count for their directive, too: an evaluation has no others than those of its own directives.
     `starts`: {episode's number: hash of its first observation} of evaluated episodes. The hash is taken when the
     episode is first seen, because it may have left the store when the evaluation ends.
     """
@@ -42,7 +45,7 @@ class RunCounters:
         self.sources = sources
         self.starts: dict[int, int] = {}
         self.episodes = self.env_steps = 0  # all that were heard of; the steps that a policy may learn from
-        self._phases: dict[str, _Phase] = {}
+        self._phases: dict[str | int, _Phase] = {}  # by name; those that evaluate also by their directives' numbers
         self._history = np.zeros(1024, ENTRY)  # by number; an episode may be corrected long after it left the store
 
     def update(self, changed: Iterable[EpisodeInfo]) -> list[EpisodeInfo]:
@@ -50,31 +53,34 @@ class RunCounters:
         ended = []
         for now in changed:
             self._begun(now)
-            phase = self._phases.setdefault(now.phase, _Phase(index=len(self._phases) + 1))
-            if self._count(phase, now):
-                insort(phase.newest, now, key=NUMBER)  # not by arrival, which a restart does not know any more
-                del phase.newest[:-LONGEST_WINDOW]
-                ended.append(now)
-            elif counts(now):
-                place = bisect_left(phase.newest, now.number, key=NUMBER)
-                if place < len(phase.newest) and phase.newest[place].number == now.number:
-                    phase.newest[place] = now
+            keys = (now.phase, now.directive) if now.source == EVAL else (now.phase,)
+            phases = [self._phases.setdefault(key, _Phase(index=len(self._phases) + 1)) for key in keys]
+            has_ended = self._count(phases, now)
+            ended += [now] * has_ended
+            for newest in [phase.newest for phase in phases if counts(now)]:
+                place = bisect_left(newest, now.number, key=NUMBER)
+                if has_ended:
+                    newest.insert(place, now)  # not by arrival, which a restart does not know any more
+                    del newest[:-LONGEST_WINDOW]
+                elif place < len(newest) and newest[place].number == now.number:
+                    newest[place] = now
         return ended
 
-    def _count(self, phase: _Phase, now: EpisodeInfo) -> bool:
+    def _count(self, phases: Sequence[_Phase], now: EpisodeInfo) -> bool:
         """Count an episode in place of its earlier state. Returns whether it ended by that."""
         if now.number >= len(self._history):
             self._history = np.concatenate([self._history, np.zeros(max(len(self._history), now.number), ENTRY)])
         is_known, before, steps, *_ = self._history[now.number].item()
         flags = _flags(now)
-        self._history[now.number] = phase.index, flags, now.steps, now.weights, now.reward
+        self._history[now.number] = phases[0].index, flags, now.steps, now.directive, now.weights, now.reward
         changed = flags & ~before, before & ~flags  # what came, what went
         more, less = ((bool(f & COUNTED), bool(f & SUCCEEDED), bool(f & INTERVENED)) for f in changed)
-        phase.env_steps += now.steps - steps
-        phase.finished_steps += now.steps * bool(flags & COUNTED) - steps * bool(before & COUNTED)
-        phase.episodes += more[0] - less[0]
-        phase.successes += more[1] - less[1]
-        phase.interventions += more[2] - less[2]
+        for phase in phases:
+            phase.env_steps += now.steps - steps
+            phase.finished_steps += now.steps * bool(flags & COUNTED) - steps * bool(before & COUNTED)
+            phase.episodes += more[0] - less[0]
+            phase.successes += more[1] - less[1]
+            phase.interventions += more[2] - less[2]
         self.env_steps += (now.steps - steps) * bool(flags & TRAINED)
         self.episodes += not is_known
         return more[0]
@@ -83,10 +89,14 @@ class RunCounters:
         """Return the number of a phase in `finished`; 0: it has no episodes yet."""
         return self._phases[phase].index if phase in self._phases else 0
 
-    def finished(self, phases: Iterable[str] | None = None) -> Array:
-        """Return the finished episodes of these phases (None: all) in order: [n] with ENTRY's fields and `number`."""
-        indices = [self.index(name) for name in (self._phases if phases is None else phases)]
-        ended = np.isin(self._history["phase"], indices) & (self._history["flags"] & COUNTED > 0)
+    def finished(self, column: str = "", among: Collection[int] = ()) -> Array:
+        """Return the finished episodes in order: [n] with ENTRY's fields and `number`.
+
+        column: a field of ENTRY; only episodes whose value there is one of `among` are returned. Default: all.
+        """
+        ended = self._history["flags"] & COUNTED > 0
+        if column:
+            ended &= np.isin(self._history[column], list(among))
         found = np.zeros(ended.sum(), [*ENTRY.descr, ("number", "<i8")])
         found["number"] = np.flatnonzero(ended)
         for name in ENTRY.names or ():
@@ -163,16 +173,18 @@ def succeeded(episode: EpisodeInfo) -> bool:
     return bool(counts(episode) and episode.success and not episode.discard)
 
 
-def evaluation(counters: RunCounters, phase: str, begin: int, count: int | None) -> dict[str, Any]:
-    """Return the result of an evaluation: {episodes, distinct_starts, successes, returns, trials, versions}.
+def evaluation(counters: RunCounters, directives: Collection[int], weights: int, count: int | None) -> dict[str, Any]:
+    """Return the result of an evaluation: {episodes, distinct_starts, successes, returns, trials}.
 
     trials: (start, success or None, return) of each episode whose first observation was seen.
 
-    phase: its name. begin: episodes of that phase to skip. count: episodes to take; None: all.
+    directives: the numbers under which it ran. weights: the version that it was to run; episodes in which others acted
+    are none of its. count: episodes to take; None: all.
     A takeover counts as a failure. `successes` is None for a task without success. Two starts are equal if their first
     observations are.
     """
-    done = counters.finished([phase])[begin:][:count]
+    done = counters.finished("directive", directives)
+    done = done[done["weights"] == weights][:count]
     is_labelled, alone = bool((done["flags"] & JUDGED).any()), done["flags"] & (SUCCEEDED | INTERVENED) == SUCCEEDED
     each = zip(*(column.tolist() for column in (done["number"], alone, done["reward"])), strict=True)
     starts = counters.starts
@@ -183,7 +195,6 @@ def evaluation(counters: RunCounters, phase: str, begin: int, count: int | None)
         "successes": int(alone.sum()) if is_labelled else None,
         "returns": done["reward"].tolist(),
         "trials": trials,
-        "versions": sorted(set(done["weights"].tolist())),
     }
 
 
@@ -205,8 +216,8 @@ def value_error(
 
 def curve(counters: RunCounters, phases: Collection[str]) -> list[dict[str, Any]]:
     """Return the finished episodes of some phases in order, with the env steps up to each one's end."""
-    done = counters.finished(phases)
     names = {counters.index(name): name for name in phases}
+    done = counters.finished("phase", names)
     rows = zip(*(done[name].tolist() for name in ("phase", "flags", "reward")), strict=True)
     return [
         {

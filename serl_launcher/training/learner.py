@@ -5,7 +5,7 @@ have changed. It reads the rows themselves from the mapped files.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ class Learner:
     def _advance(self) -> None:
         """If the phase has ended, do its on_end actions and go on to the next one."""
         self._obey()
-        before, begin = self.state.phase, int(self.state.at.base["episodes"])
+        before, directives = self.state.phase, self.state.at.directives
         actions = self.state.advance(self._progress())
         if self.state.phase is not before:
             assert before is not None
@@ -143,7 +143,7 @@ class Learner:
             self.monitor.begin_phase()
             self.publisher.settle(self.state.updates)  # the next phase begins with what this one published
             if before.actors.mode == "evaluate":
-                self._evaluated(before, begin)
+                self._evaluated(before, directives)
             for action, source in actions:
                 self._do(action, source, before.name)
             if ("checkpoint", None) not in actions:  # a kill must not take the run back into a phase
@@ -175,12 +175,9 @@ class Learner:
         self._hear()
         self._tell()
 
-    def _evaluated(self, phase: Phase, begin: int) -> None:
-        """Keep the result of an evaluation. Raises RetakeError if other weights acted than those that were trained."""
-        result = evaluation(self.counters, phase.name, begin, phase.episodes)
-        versions, published = result["versions"], self.publisher.version["version"]
-        if any(version != published for version in versions):
-            raise RetakeError(f"{phase.name} was to run weights {published}, but {versions} acted")
+    def _evaluated(self, phase: Phase, directives: Sequence[int]) -> None:
+        """Keep the result of an evaluation. Raises RetakeError if other weights were to act than those trained."""
+        result = evaluation(self.counters, directives, self.publisher.version["version"], phase.episodes)
         if not self.ranks.still_published():
             raise RetakeError(f"the weights that {phase.name} ran are not the trained ones")
         self.evaluations[phase.name] = result
@@ -204,7 +201,11 @@ class Learner:
             self._publish()
         limit = self.state.step_limit(self._progress())
         body |= {"weights": self.publisher.version["version"] if evaluates else None, "paced": limit is not None}
+        if evaluates and not self.state.at.directives and body == self.director.body:
+            self.director.direct({**body, "mode": "idle"}, None)  # it begins again: its episodes get another number
         self.director.direct(body, limit)
+        if evaluates:
+            self.state.did_direct(self.director.number)
 
     def _tell(self) -> None:
         """Tell the step limit. Write metrics, console and a checkpoint when they are due."""

@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 from serl_client.errors import ConfigError
@@ -15,6 +16,7 @@ from serl_launcher.training.plan import ONCE, OPERATOR, SEEN, UNITS, Actors, Pac
 log = logging.getLogger(__name__)
 
 COMMANDS = ("next", "hold", "resume", "goto", "stop")
+COUNTED = ("env_steps", "episodes", "successes", "interventions", "finished_steps")  # of PhaseCounts
 
 
 @dataclass
@@ -44,9 +46,10 @@ class SourceCounts:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The numbers that conditions compare: by phase name, by source or view name, and the run's seconds of work."""
+    """The numbers that conditions compare: by phase name, or an evaluation's directive; by source or view name; and the
+    run's seconds of work."""
 
-    phases: Mapping[str, PhaseCounts] = field(default_factory=dict)
+    phases: Mapping[str | int, PhaseCounts] = field(default_factory=dict)
     sources: Mapping[str, SourceCounts] = field(default_factory=dict)
     wall_s: float = 0.0
 
@@ -98,6 +101,7 @@ class PhasePosition:
     published_at: int = 0  # updates made at the latest publication
     held: bool = False
     begun: bool = False  # its on_begin actions are done
+    directives: list[int] = field(default_factory=list)  # under which it evaluates: only their episodes are its own
     seen: dict[str, dict[str, Any]] = field(default_factory=dict)  # by update with `order: once`; see once.next_steps
     exhausted: list[str] = field(default_factory=list)  # those of them that found nothing new when they came last
 
@@ -218,6 +222,13 @@ class PlanState:
             return {"phase": self.at.phase or "", **asdict(Actors(mode)), "episodes": None, "boundary": "now"}
         return {"phase": phase.name, **asdict(phase.actors), "episodes": phase.episodes, "boundary": "episode"}
 
+    def did_direct(self, number: int) -> None:
+        """Note the directive under which this phase evaluates. From the first one on only such episodes count."""
+        if not self.at.directives:
+            self.at.base |= dict.fromkeys(self.at.base.keys() - {"wall_s"}, 0)
+        if number not in self.at.directives:
+            self.at.directives.append(number)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain containers, with the phase as it is now, so that a later edit is noticed."""
         uncounted_steps = self.bucket.uncounted_steps if self.bucket else None
@@ -310,7 +321,9 @@ class PlanState:
         return counts.finished_steps if evaluates and unit == "env_steps" else getattr(counts, unit)
 
     def _counts(self, progress: Progress) -> PhaseCounts:
-        return progress.phases.get(self.at.phase or "", PhaseCounts())
+        found = [progress.phases.get(key, PhaseCounts()) for key in self.at.directives or [self.at.phase or ""]]
+        totals = {name: sum(getattr(counts, name) for counts in found) for name in COUNTED}
+        return found[0] if len(found) == 1 else PhaseCounts(**totals, recent=list(chain(*(c.recent for c in found))))
 
     def _env_steps(self, progress: Progress) -> int:
         return int(self._count("env_steps", progress))

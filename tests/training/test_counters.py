@@ -62,20 +62,20 @@ def play(counted, count):
 def test_starts_are_counted_when_they_are_seen_and_not_when_most_of_them_are_evicted(counted):
     play(counted, 2 * STARTS)
     assert counted.counters.sources.buffers[EVAL].tail > STEPS * STARTS, "the store holds a fifth of them"
-    result = evaluation(counted.counters, "evaluate", 0, None)
+    result = evaluation(counted.counters, [1], 0, None)
     assert (result["episodes"], result["distinct_starts"]) == (2 * STARTS, STARTS)
-    assert evaluation(counted.counters, "evaluate", 2, 5)["distinct_starts"] == 5
+    assert evaluation(counted.counters, [1], 0, 5)["distinct_starts"] == 5
 
 
 def test_after_a_restart_the_checkpoint_knows_the_starts_that_the_store_has_lost(counted):
     play(counted, STARTS)
     counted.take(*(Outcome(f"e{number}", number > 1, judged_by="operator") for number in range(STARTS)))
     after = counted.all_at_once()
-    assert evaluation(after, "evaluate", 0, None)["distinct_starts"] < STARTS, "what is gone is not invented"
+    assert evaluation(after, [1], 0, None)["distinct_starts"] < STARTS, "what is gone is not invented"
     after.starts |= counted.counters.starts
-    assert evaluation(after, "evaluate", 0, None)["distinct_starts"] == STARTS
-    first = evaluation(after, "evaluate", 0, 3)
-    assert first == evaluation(counted.counters, "evaluate", 0, 3)
+    assert evaluation(after, [1], 0, None)["distinct_starts"] == STARTS
+    first = evaluation(after, [1], 0, 3)
+    assert first == evaluation(counted.counters, [1], 0, 3)
     assert (first["episodes"], first["successes"]) == (3, 1)
 
 
@@ -93,7 +93,25 @@ def test_an_episode_that_a_crash_cut_is_no_trial_whatever_is_said_of_it(counted)
     counted.store.close_session("A")
     counted.take(Outcome("e0", True, judged_by="operator"), session="B")
     assert counted.counters.sources.held[EVAL][1].success
-    assert evaluation(counted.counters, "evaluate", 0, None)["episodes"] == 0
+    assert evaluation(counted.counters, [1], 0, None)["episodes"] == 0
+
+
+def test_an_evaluation_has_the_episodes_of_its_own_directives_and_weights(counted):
+    """Late episodes of an earlier evaluation in the same phase are none of it, whatever they would add."""
+    for version in "ab":
+        counted.store.publish_weights(version * 64, 1, 0)
+    for weights, count in ((1, 3), (2, 2)):
+        number = counted.store.direct({"into": EVAL, "phase": "evaluate", "weights": weights})
+        for i in range(count):
+            stamp = {"directive": number, "phase": "evaluate", "weights": weights}
+            counted.take(make_segment(f"{number}-{i}", i, 0, STEPS, ends="terminated", **stamp))
+    late = make_segment("late", 0, 0, 1, ends="terminated", directive=2, phase="evaluate", weights=1)
+    counted.take(Outcome("late", True), late)
+    for counters in (counted.counters, counted.all_at_once()):
+        phases = counters.progress(0.0).phases
+        assert [phases[key].episodes for key in ("evaluate", 2, 3)] == [6, 4, 2]
+        found = [evaluation(counters, *which, None)["episodes"] for which in (([3], 2), ([2, 3], 2), ([2], 1))]
+        assert found == [2, 2, 4]
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,23 @@ def test_phases_follow_each_other_and_say_what_is_to_be_done():
     assert state.updates == 4
 
 
+def test_an_evaluation_counts_what_came_under_its_own_directives_also_after_a_hold_and_a_restart():
+    state = at("evaluate", practise(episodes=60, phase="evaluate"))  # of an earlier one; more may come late
+    kept = state.state_dict()
+    del kept["at"]["directives"]  # a checkpoint of before they were counted
+    state = PlanState(load())
+    state.load_state_dict(kept)
+    state.did_direct(7)
+    state.command("hold")
+    state.command("resume")
+    state.did_direct(9)
+    for last, ends in ((24, False), (25, True)):
+        state = resumed(state)
+        found = {"evaluate": PhaseCounts(episodes=500), 7: PhaseCounts(episodes=25), 9: PhaseCounts(episodes=last)}
+        state.advance(Progress(found))
+        assert (state.phase is None) == ends
+
+
 def test_late_data_do_not_advance_another_phase():
     state = at("practise")
     late = Progress({"demonstrate": PhaseCounts(env_steps=5000, episodes=300)})

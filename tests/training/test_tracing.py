@@ -25,8 +25,8 @@ def add(run_dir, name, column, value, source):
         patch.setattr("serl_launcher.store.store.absurd", lambda segment: "")
         store = Store(run_dir / "store")
         store.lives.hello(name, f"outbox {name}", name, [])
-        number = next(number for number, body in store.directives.items() if body["into"] == source)
-        for record in make_episode(name, 1, steps=20, directive=number, success=True):
+        number, body = next(item for item in store.directives.items() if item[1]["into"] == source)
+        for record in make_episode(name, 1, steps=20, directive=number, phase=body["phase"], success=True):
             record = changed(record, column, value) if hasattr(record, "reward") else record
             store.stage(name, store.expected(name), record)
         store.commit()

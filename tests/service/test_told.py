@@ -1,0 +1,121 @@
+"""What the learner knows, no client says: phase, source, number, weights, who evaluates, its own word. By wire."""
+
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+from serl_client import Outcome
+from serl_client import messages as m
+from serl_client.errors import Refused
+
+from serl_launcher.store import texts
+from serl_launcher.store.directives import DATASET
+from tests.shared.clients import RawActor
+from tests.shared.common import PATIENCE, until
+from tests.shared.data import make_segment
+
+EVALUATION = {"phase": "evaluate", "mode": "evaluate", "into": "eval", "weights": 1}
+BODIES = (
+    {"phase": "practise", "mode": "idle", "into": "online"}, {"phase": DATASET, "mode": DATASET, "into": "online"},
+    EVALUATION,
+)  # fmt: skip  # 2 to 4; 1 is to practise
+OURS = {"directive": 4, "phase": "evaluate", "weights": 1}
+
+
+@pytest.fixture
+def serving(serve):
+    return lambda **options: serve(capacities={"online": 400, "eval": 400}, **options)
+
+
+@pytest.mark.parametrize(
+    ("forged", "says"),
+    [
+        (make_segment("e1", phase="evaluate"), "names the phase 'evaluate', and its directive 1 is of 'practise'"),
+        (make_segment("e1", directive=2), "directive 2, of e1, is idle: nobody makes steps"),
+        (make_segment("e1", directive=3, phase=DATASET), "directive 3, of e1, is the importer's own"),
+        (make_segment("e1", directive=5), "no directive 5, of e1, was ever given"),
+        (make_segment("e1", weights=2), "names the weights 2, and the newest are 1"),
+        (make_segment("e1", **{**OURS, "weights": 0}), "names the weights 0, and its directive 4 wants .* version 1"),
+        (make_segment("e0", start=4, phase="evaluate"), "names the phase 'evaluate'"),
+        (make_segment("e0", start=4, **OURS), "names directive 4, and its episode began under 1"),
+        (Outcome("e0", None, discard=True, judged_by="learner: bad"), "is the learner's own: no client says it"),
+    ],
+)
+def test_what_no_honest_actor_says_is_refused_with_both_words_and_nothing_of_it_is_kept(serving, act, forged, says):
+    server = serving()
+    actor = act(server)
+    server.publish(b"weights")
+    for body in BODIES:
+        server.direct(body)
+    actor.push(0, make_segment("e0"), forged)
+    assert re.search(says, actor.refused())
+    (found,) = server.episodes().values()
+    assert (found["phase"], found["steps"], found["discard"]) == ("practise", 4, False)
+
+
+def test_an_evaluation_is_for_those_who_were_there_and_for_others_only_once_all_of_these_have_left(serving, spec, act):
+    """All environments of a command are one of these."""
+    server = serving()
+    honest = act(server, "arm/0")
+    server.publish(b"weights")
+    server.direct(EVALUATION)
+    stamp = {**OURS, "directive": 2, "ends": "terminated"}
+    with RawActor(server.address, spec, "mallory", session="b" * 32, outbox="other") as other:
+        assert other.welcome().state["directive"]["mode"] == "idle"
+        other.push(0, *(make_segment(f"m{i}", 0, 0, 1, **stamp) for i in range(47)))
+        assert re.search("directive 2, of m0, evaluates: it is for arm, and mallory idles", other.refused())
+    with RawActor(server.address, spec, "arm/1", session="c" * 32, outbox="third") as third:
+        assert third.welcome().state["directive"]["mode"] == "evaluate"
+        third.push(0, make_segment("f0", **stamp))
+        third.told(1)
+        third.link.send(m.Bye())
+    honest.push(0, make_segment("e0", **stamp))
+    honest.told(1)
+    assert server.episodes().keys() == {"e0", "f0"}
+    honest.link.send(m.Bye())
+    with RawActor(server.address, spec, "desk", session="d" * 32, outbox="desk") as desk:
+        desk.welcome()
+        until(lambda: (desk.hear(), desk.link.notice)[1].directive["mode"] == "evaluate")
+
+
+NEW = {
+    "tasks": lambda i: replace(make_segment(f"e{i}", ends="terminated"), task=f"task {i}"),
+    "episodes that never come": lambda i: Outcome(f"ghost {i}", True),
+    "judges": lambda i: Outcome("e", True, judged_by=f"judge {i}"),
+}
+
+
+@pytest.mark.parametrize("kind", NEW)
+def test_a_key_brings_so_many_different_texts_and_no_more_and_other_keys_go_on(serving, keys, act, monkeypatch, kind):
+    monkeypatch.setattr(texts, "MOST", 8)
+    server = serving(keys=keys)
+    left = act(server, "left", key=keys / "left.key")
+    right = act(server, "right", key=keys / "right.key", session="b" * 32, outbox="other")
+    left.push(0, make_segment("e", ends="terminated"))
+    left.told(1)
+    left.push(1, *map(NEW[kind], range(9)))
+    assert "the key left has brought 8 different names and tasks" in left.refused()
+    right.push(0, make_segment("r", ends="terminated"))
+    right.told(1)
+
+
+def test_an_episode_that_comes_after_its_verdict_leaves_room_for_the_next(serving, keys, act, monkeypatch):
+    monkeypatch.setattr(texts, "MOST", 8)
+    left = act(serving(keys=keys), "left", key=keys / "left.key")
+    for i in range(20):
+        left.push(2 * i, Outcome(f"e{i}", True), make_segment(f"e{i}", ends="terminated"))
+    until(lambda: left.hear() == 40)
+
+
+def test_names_of_actors_are_counted_too(serving, keys, spec, act, monkeypatch):
+    monkeypatch.setattr(texts, "MOST", 8)
+    server = serving(keys=keys)
+    act(server, "left", key=keys / "left.key")
+    for i in range(3):
+        says = "the key left has brought 8 different names and tasks" if i == 2 else None
+        with (
+            RawActor(server.address, spec, f"left/{i}", session=f"{i}" * 32, key=keys / "left.key") as actor,
+            pytest.raises(Refused, match=says) if says else nullcontext(),
+        ):
+            actor.link.hello(PATIENCE)
