@@ -13,7 +13,7 @@ import torch
 from serl_client import clock
 from serl_client.connection import Connection
 from serl_client.console import Console
-from serl_client.errors import RetakeError
+from serl_client.errors import ConfigError, RetakeError
 
 from serl_launcher.replay.mixture import ReplayMixture, statistics
 from serl_launcher.replay.once import Seen
@@ -31,6 +31,7 @@ from serl_launcher.types import Batch
 
 log = logging.getLogger(__name__)
 
+HOPE_S = 60.0  # that an update waits for data that no actor adds now: late records or a label may still come
 FAREWELL_S = 15.0  # how long the actors may take to deliver the rest
 
 
@@ -63,7 +64,7 @@ class Learner:
         self._tracer = Tracer(ranks, sources, self.server.set_aside)
         self.evaluations: dict[str, dict[str, Any]] = {}  # the newest result of each phase that evaluates
         self._is_starved = False  # an update is due and its sources hold nothing for it: actors may go on at any pace
-        self._began = clock.monotonic()
+        self._began = self._fed = clock.monotonic()  # fed: when an update last had its data, or none was due
 
     @property
     def wall_s(self) -> float:
@@ -110,7 +111,9 @@ class Learner:
             return not self.state.has_seen_all  # then another update may be due
         self._is_starved = (name is not None and batch is None) or self.state.has_seen_all
         if name is None or batch is None:
+            self._check_hope(phase, name)
             return False
+        self._fed = clock.monotonic()
         for action, source in self.state.begin():
             self._do(action, source, "")
         metrics, columns = self.ranks.update(name, batch)
@@ -124,6 +127,21 @@ class Learner:
         if self.state.publish_due() and self.publisher.offer(self.state.updates):
             self.state.did_publish()
         return True
+
+    def _check_hope(self, phase: Phase | None, name: str | None) -> None:
+        """Raise ConfigError for an update that has waited long for data which nobody adds: imports ended before."""
+        if phase is None or name is None or phase.update(name).order != RANDOM:
+            self._fed = clock.monotonic()
+            return
+        views, fed = phase.update(name).data, phase.actors.into if phase.actors.act else None
+        empty = [view for view in views if not self.sources.size(view)[0]] or [*views]
+        nobody = [view for view in empty if fed not in self.sources.views[view].of and not self.sources.has_aside(view)]
+        if nobody and clock.monotonic() > self._fed + HOPE_S:
+            raise ConfigError(
+                f"phase {phase.name} cannot go on: update {name} draws from {', '.join(nobody)}, which holds "
+                f"{self.sources.size(nobody[0])[0]} steps, none of them usable, and no actor adds any in this phase. "
+                "Label episodes (tools/label.py), import others, or let another phase collect them first"
+            )
 
     def _batch(self, update: Update) -> tuple[Batch | None, dict[str, Seen] | None]:
         """Return the batch of an update, None: there is none now, and with `order: once` what it has seen then."""

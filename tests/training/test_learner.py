@@ -11,6 +11,7 @@ from serl_client.errors import RetakeError
 
 from serl_launcher.replay.mixture import statistics
 from serl_launcher.store.store import Store
+from serl_launcher.training import learner
 from tests.shared.clients import RawActor, push_episodes
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_segment
@@ -148,6 +149,15 @@ def test_a_phase_without_data_says_so_and_leaves_that_behind(tmp_path, serve, li
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["idle", "collect"])
+def test_a_phase_whose_data_nobody_adds_is_refused_with_its_view(tmp_path, serve, live, monkeypatch, mode):
+    monkeypatch.setattr(learner, "HOPE_S", 0.5)
+    into = "online" if mode == "collect" else None
+    plan = plan_of(clone=phase(mode=mode, into=into, data={"demo": 0.5, "online": 0.5}, until="updates >= 1"))
+    with pytest.raises(ConfigError, match=r"phase clone cannot go on: update .* draws from demo"):
+        live(serve(tmp_path / "run", demo=0), plan).run()
+
+
 def test_the_pace_is_kept_over_a_restart(live, connect, server):
     """Steps from before the start pay for nothing, each one after it for one update, also while the trainer is dead."""
     tolerance = 40  # what is owed never exceeds it
