@@ -29,7 +29,7 @@ from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
 from serl_launcher.acting import openpi
-from serl_launcher.acting.host import PolicyHost, Question
+from serl_launcher.acting.host import Answer, PolicyHost, Question
 from serl_launcher.service.access import REMEDIES, AllowList, RefusalCount, check_address
 from serl_launcher.service.peers import GRANTS
 
@@ -45,7 +45,7 @@ BROKEN = CloseCode.MESSAGE_TOO_BIG, CloseCode.PROTOCOL_ERROR, CloseCode.INVALID_
 
 
 class _Barred(MessageError):
-    """A client that is not let in, or not any more. `reason`: under which it is counted."""
+    """A client that is not let in, or not any more, or that no answer is for. `reason`: under which it is counted."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -85,7 +85,7 @@ class Bridge:
         })  # fmt: skip
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
-        self._unanswered: set[asyncio.Future[m.InferenceResponse]] = set()
+        self._unanswered: set[asyncio.Future[Answer]] = set()
         self._ended: Future[None] = Future()
         self._thread: threading.Thread | None = None
 
@@ -216,6 +216,8 @@ class Bridge:
             self._host.check(ask)
             asked = clock.monotonic()
             answer = await self._answer(Question(actor, ask, asked, owner))
+            if isinstance(answer, m.Failed):
+                raise _Barred("not finite", answer.text)
             timing = {"infer_ms": (clock.monotonic() - asked) * 1e3, **previous}
             with self._reading(connection):
                 await connection.send(openpi.pack({"actions": answer.arrays["action"], "server_timing": timing}))
@@ -231,14 +233,14 @@ class Bridge:
         finally:
             late.cancel()
 
-    async def _answer(self, question: Question) -> m.InferenceResponse:
+    async def _answer(self, question: Question) -> Answer:
         if self._stopped.is_set():
             raise ConnectionClosedError(None, None)
-        answered: asyncio.Future[m.InferenceResponse] = self._loop.create_future()
+        answered: asyncio.Future[Answer] = self._loop.create_future()
         self._unanswered.add(answered)
         answered.add_done_callback(self._unanswered.discard)
 
-        def deliver(answer: m.InferenceResponse) -> None:
+        def deliver(answer: Answer) -> None:
             with suppress(RuntimeError):  # the bridge is closed
                 self._loop.call_soon_threadsafe(lambda: answered.done() or answered.set_result(answer))
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import safetensors.torch
 import torch
+from serl_client import episode
 from serl_client import messages as m
-from serl_client.episode import limits
 from serl_client.errors import ConfigError, MessageError
+from serl_client.limits import Limits
 from serl_client.spec import Array, Spec
 from torch import Tensor
 
@@ -45,7 +46,10 @@ class Question:
     ask: m.InferenceRequest
     came: float = 0.0
     owner: str = ""
-    deliver: Callable[[m.InferenceResponse], None] | None = None
+    deliver: Callable[["Answer"], None] | None = None
+
+
+Answer = m.InferenceResponse | m.Failed
 
 
 class PolicyHost:
@@ -82,7 +86,7 @@ class PolicyHost:
                 self.acting.compile_layers()
             setattr(self.acting, graph, Graphs(getattr(self.acting, graph), recorder))
         self._layout = {name: tensor.shape for name, tensor in self.acting.published().items()}
-        self._carries = Carries()
+        self._carries, self._limits = Carries(), Limits(spec)
 
     # -- weights
     def load(self, version: int, file: Path) -> None:
@@ -126,7 +130,8 @@ class PolicyHost:
 
     # -- answers
     def check(self, ask: m.InferenceRequest) -> None:
-        """Raise MessageError if an observation does not fit the Spec, or if the request holds anything else.
+        """Raise MessageError if an observation does not fit the Spec, if the request holds anything else, or a number
+        that cannot be.
 
         An unknown task is refused, too: of such a policy it would be a motion that nobody asked for.
         """
@@ -146,6 +151,8 @@ class PolicyHost:
                 feature.check(name, ask.arrays[name], seen if name in self.spec.observation else ())
             except ValueError as error:
                 raise MessageError(str(error)) from None
+        if broken := self._limits.broken(ask.arrays):
+            raise MessageError(f"no action answers to what cannot be: {broken}")
 
     def _check_prefix(self, ask: m.InferenceRequest) -> None:
         prefix = ask.arrays.get("prefix")
@@ -164,9 +171,6 @@ class PolicyHost:
             )
         if not 1 <= ask.committed <= len(prefix):
             raise MessageError(f"committed should be 1 to {len(prefix)}, the rows of the prefix, not {ask.committed}")
-        low, high = limits(self.spec.action)
-        if not ((prefix >= low) & (prefix <= high)).all():
-            raise MessageError("the prefix is not finite, or far outside of the action's bounds")
 
     @property
     def _seen(self) -> tuple[int, ...]:
@@ -203,8 +207,11 @@ class PolicyHost:
         if size not in self._ready:
             self._lower(size // 2)
 
-    def answer(self, questions: Sequence[Question]) -> list[m.InferenceResponse]:
-        """Return one answer per question, in their order. `check` each before, because a batch cannot be half done."""
+    def answer(self, questions: Sequence[Question]) -> list[Answer]:
+        """Return one answer per question, in their order: Failed where the policy's numbers are not finite.
+
+        `check` each question before, because a batch cannot be half done.
+        """
         for question in questions:
             if question.ask.reset:
                 self._carries.forget(question.actor)
@@ -213,7 +220,7 @@ class PolicyHost:
             guides = self.acting.continues == "guided" and "prefix" in question.ask.arrays  # costs more: apart
             groups.setdefault((question.ask.explore, question.actor in self._carries, guides), []).append(i)
             self._warn_of_seam(question.ask.committed)
-        answers: dict[int, m.InferenceResponse] = {}
+        answers: dict[int, Answer] = {}
         known_first = sorted(groups.items(), key=lambda group: not group[0][1])  # a new one may displace what they keep
         for (explore, remembers, guides), members in known_first:
             part = [questions[i] for i in members]
@@ -221,9 +228,9 @@ class PolicyHost:
             answers.update(zip(members, answered, strict=True))
         return [answers[i] for i in range(len(questions))]
 
-    def _answered(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[m.InferenceResponse]:
+    def _answered(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[Answer]:
         """Answer in as few batches as fit. A batch for which memory is lacking is answered in halves."""
-        answers: list[m.InferenceResponse] = []
+        answers: list[Answer] = []
         while left := questions[len(answers) :]:
             part = left[: self._fitting(len(left))]
             try:
@@ -235,12 +242,12 @@ class PolicyHost:
             self._lower(self._size(len(part)) // 2)  # here the error holds no tensor any more
         return answers
 
-    def _guided(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[m.InferenceResponse]:
+    def _guided(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[Answer]:
         """Answer as `_answered`, apart from the others, whose batches stay as large as they are.
 
         If memory is lacking for even one chunk, these begin anew from now on, which is `chunks: async`.
         """
-        answers: list[m.InferenceResponse] = []
+        answers: list[Answer] = []
         while (left := questions[len(answers) :]) and self._most_guided:
             part = left[: self._most_guided]
             try:
@@ -277,20 +284,23 @@ class PolicyHost:
         self._ready = {size for size in self._ready if size <= most}
         log.warning("out of memory on %s: at most %d requests in a batch from now on", self.device, self.most)
 
-    def _act(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[m.InferenceResponse]:
+    def _act(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[Answer]:
         rows = self._padded(questions)
         carry = self._carries.stacked([question.actor for question in rows]) if remembers else None
         arrays, carry = self._decide(rows, explore, carry)
         begins = carry is not None and not remembers
-        if carry is not None:
-            for i, question in enumerate(questions):
+        answers: list[Answer] = []
+        for i, question in enumerate(questions):
+            own = {name: array[i] for name, array in arrays.items()}
+            if bad := episode.not_finite(own):
+                self._carries.forget(question.actor)  # it would keep what is not finite
+                text = f"step {question.ask.step}: {bad} of the policy (weights {self.version}) is not finite: ask anew"
+                answers.append(m.Failed("ServerFailed", text))
+                continue
+            if carry is not None:
                 self._carries.keep(question.actor, question.owner, carry, i)
-        return [
-            m.InferenceResponse(
-                question.ask.step, self.version, {name: array[i] for name, array in arrays.items()}, reset=begins
-            )
-            for i, question in enumerate(questions)
-        ]
+            answers.append(m.InferenceResponse(question.ask.step, self.version, own, reset=begins))
+        return answers
 
     def _decide(self, rows: Sequence[Question], explore: bool, carry: Carry) -> tuple[dict[str, Array], Carry]:
         """Return the decisions of these rows, {name: [B, ...]}, and the new carry. Remembers nothing."""

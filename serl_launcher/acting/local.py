@@ -121,6 +121,9 @@ class LocalSource:
         if question is None:
             return
         act = self.host.answer([Question(b"", question)])[0]
+        if isinstance(act, m.Failed):
+            log.warning("%s", act.text)
+            return
         arrays = dict(act.arrays)
         answer = Answer(act.step, act.version, arrays.pop("action"), arrays, act.reset)
         with self._changed:

@@ -195,6 +195,8 @@ class InferenceServer:
     def _answer(self, batch: Sequence[Question]) -> None:
         begin = clock.monotonic()
         for question, answer in zip(batch, self.host.answer(batch), strict=True):
+            if isinstance(answer, m.Failed):
+                self._access.refuse("not finite", f"{question.owner or 'an actor'}, {answer.text}")
             if question.deliver is not None:
                 question.deliver(answer)
             else:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from serl_client.errors import RetakeError
+from serl_client.limits import TIME
 from serl_client.spec import Array, Spec
 
 from serl_launcher.datasets.names import is_image
@@ -81,7 +82,7 @@ class EpisodeReader:
         The names are those of the observations and extras of the Spec, action, reward, terminated, truncated,
         intervened, chunk_start, gap, chunk_delay, time, weights_version and directive. Observations have T + 1 rows if
         the episode has a final one. Images are StoredImages, so a long episode takes no more memory than a short one.
-        Reward, terminated and truncated of the last row are those of `info`.
+        Reward, terminated and truncated of the last row are those of `info`. Times that cannot be count from 0.
 
         Raises Gone if it was evicted, before or meanwhile, and Mismatch if steps of it are missing in the store.
         """
@@ -100,6 +101,8 @@ class EpisodeReader:
         columns = ("action", "reward", "time", "chunk_delay", "weights_version", "directive")
         found |= {name: records[name] for name in columns}
         found |= {name: records[f"extras.{name}"] for name in self.layout.spec.extras}
+        if (np.abs(found["time"]) > TIME).any():  # an operator has taken the episode back: its other numbers are right
+            found["time"] = np.arange(info.steps) / self.layout.spec.fps
         end(found, info)
         if self.tail > info.first:  # looked at after copying
             raise Gone(info.id)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from serl_client.limits import Limits
 from serl_client.spec import Array, Feature
 
 from serl_launcher.replay.choice import Choice, Numbers
@@ -23,6 +24,7 @@ from serl_launcher.store.layout import CHUNK_START, GAP, INTERVENED, TERMINATED,
 from serl_launcher.types import IdleFilter, Window
 
 SCAN = 65536  # steps taken in at once
+LOOKED = 1024  # steps whose numbers are looked at at once
 SPARE = 16  # one more step is drawn for so many, as some are of no use
 TRIES = 64  # draws without a usable step, one after another, before `draw` says that there is none
 MANY = 2048  # steps of each draw, once half of these have found nothing: usable ones may be rare
@@ -202,15 +204,24 @@ class ReplayBuffer:
         tail = int(self._published[0])
         return found if tail <= self.tail else found[first >= tail]
 
-    def beyond(self, limit: float) -> Iterator[tuple[int, str, float]]:
-        """Yield (step, column, value) of each step with a reward or a float observation beyond the limit."""
-        floats = [name for name, rows in self._observations.items() if rows.dtype.kind == "f"]
-        for begin in range(self.tail, self.head, SCAN):
-            slots = np.arange(begin, min(begin + SCAN, self.head)) % self.layout.capacity
-            columns = {name: self._observations[name][self._row[slots]] for name in floats}
-            for name, rows in {**columns, "reward": self._reward[slots]}.items():
-                largest = np.abs(rows.reshape(len(slots), -1)).max(1, initial=0)
-                yield from ((int(begin + i), name, float(largest[i])) for i in np.flatnonzero(largest > limit))
+    def broken(self) -> Iterator[tuple[int, str]]:
+        """Yield (episode number, which number) of each step with a number that cannot be (serl_client/limits.py)."""
+        spec, limits = self.layout.spec, Limits(self.layout.spec)
+        seen, extras = limits.found.keys() & spec.observation, limits.found.keys() & spec.extras
+
+        def found(begin: int, end: int) -> str:
+            slots = np.arange(begin, end) % self.layout.capacity
+            records, rows = self._records(slots), np.append(self._row[slots], self._final[slots])
+            columns = {name: self._observations[name][rows[rows != NONE]] for name in seen}
+            columns |= {name: records[f"extras.{name}"] for name in extras}
+            columns |= {name: records[name] for name in ("reward", "time")}
+            return limits.broken(columns, int(records["index"][0]))
+
+        for begin in range(self.tail, self.head, LOOKED):
+            end = min(begin + LOOKED, self.head)
+            for step in range(begin, end) if found(begin, end) else ():
+                if reason := found(step, step + 1):
+                    yield int(self._episode[step % self.layout.capacity]), reason
 
     def windows(self, numbers: Numbers, window: Window) -> Drawn:
         """Return the windows that begin at these steps."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from serl_client.errors import ConfigError
+from serl_client.limits import LIMIT
 from serl_client.spec import Array, Feature, Spec
 
 from serl_launcher.replay.batches import BatchMemory, batch_of
@@ -20,7 +21,7 @@ from serl_launcher.replay.once import Seen, next_steps
 from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import EpisodeInfo, Held, View
 from serl_launcher.replay.windows import batch_arrays, is_single
-from serl_launcher.store.aside import LIMIT, is_aside
+from serl_launcher.store.aside import is_aside
 from serl_launcher.store.layout import Layout
 from serl_launcher.types import Batch, Window
 

@@ -52,6 +52,8 @@ class Ring:
         records["number"], records["row"] = np.arange(step, step + count), np.arange(row, row + count)
         records["episode"], records["first"] = episode.number, episode.first
         records["index"] = np.arange(episode.steps, episode.steps + count)
+        records["flags"][segment.time < np.append(episode.latest, segment.time[:-1])] |= layout.GAP
+        episode.latest = float(segment.time[-1])
         if segment.ends:
             records["final_row"][-1] = row + count
         self.segments.append((segment, records))

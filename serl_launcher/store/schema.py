@@ -4,6 +4,7 @@ The dataclasses Source, Session and Episode are tables: their fields are its col
 with them.
 """
 
+import math
 from dataclasses import dataclass, fields
 from textwrap import fill
 from typing import Annotated, NamedTuple
@@ -74,6 +75,7 @@ class Episode:
     last_reward: float = 0.0  # of its newest step
     continued: bool = False  # it has a later part, or its rest was lost
     revision: int = 0
+    latest = -math.inf  # time of the newest step that came since this process began; no column
 
 
 class EpisodeInfo(NamedTuple):

@@ -20,10 +20,11 @@ from typing import Any
 
 from serl_client.episode import MAX_NAME, LostRecord, Outcome, QueuedRecord, Segment
 from serl_client.errors import ConfigError, Refused, RetakeError
+from serl_client.limits import Limits
 from serl_client.spec import Array, Spec
 
 from serl_launcher.store.archive import Archive
-from serl_launcher.store.aside import LEARNER, SESSION, absurd
+from serl_launcher.store.aside import LEARNER, SESSION
 from serl_launcher.store.creation import INDEX, is_there, make_store
 from serl_launcher.store.directives import EVALUATE, Directives
 from serl_launcher.store.episodes import Episodes
@@ -64,6 +65,7 @@ class Store:
         self.index.probe()  # an earlier life may have died after a sync that failed
         self.run: str = self.index.meta("run")
         self.spec = Spec.from_dict(self.index.meta("spec"))
+        self.limits = Limits(self.spec)
         self.sources = self.index.sources()
         self.lives = Sessions(self.index.sessions())
         self.sessions = self.lives.all
@@ -199,7 +201,7 @@ class Store:
         self.phase_steps[episode.phase] = self.phase_steps.get(episode.phase, 0) + len(segment)
         self._changed_phases.add(episode.phase)
         self.episodes.grow(episode, segment)
-        if reason := absurd(segment):
+        if reason := self.limits.broken(segment.columns, segment.start):
             self.episodes.set_aside(segment.episode, reason, state.session, seq)
 
     def _checked(self, state: Session, segment: Segment) -> tuple[Source, Array]:

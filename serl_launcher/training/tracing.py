@@ -12,12 +12,12 @@ import logging
 import math
 from collections.abc import Callable
 
-import numpy as np
 import torch
+from serl_client.limits import LIMIT
 from torch import Tensor
 
 from serl_launcher.replay.mixture import ReplayMixture
-from serl_launcher.store.aside import LIMIT, REMEDY
+from serl_launcher.store.aside import REMEDY
 from serl_launcher.training.finite import Refusals
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Batch
@@ -29,16 +29,15 @@ FAR = 1e3  # times what a quarter of the batch stays below, or 1 where that is l
 
 
 def sift(sources: ReplayMixture, set_aside: Callable[[str, str], None]) -> None:
-    """Set aside each episode that holds a number beyond the limit, unless an operator has spoken of it."""
+    """Set aside each episode that holds a number that cannot be, unless an operator has spoken of it."""
     reasons = dict[str, str]()
     for name, buffer in sources.buffers.items():
-        for step, column, value in buffer.beyond(LIMIT):
-            (episode,), (index,) = (of(np.array([step])).tolist() for of in (buffer.episodes, buffer.indices))
+        for episode, reason in buffer.broken():
             info = sources.held[name].get(episode)
             if info is not None and not info.discard and info.judged_by != "operator":
-                reasons.setdefault(info.id, f"{column:.80} holds {value:.3g} at step {index}")
+                reasons.setdefault(info.id, reason)
     for episode, reason in reasons.items():
-        set_aside(episode, f"{reason}, beyond {LIMIT:.0e}")
+        set_aside(episode, reason)
 
 
 def await_rows(

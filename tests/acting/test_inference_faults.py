@@ -17,7 +17,7 @@ from tests.service.foreign_client import Client
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.inference import composed_algorithm, rlpd
 
-from .toy import Counting, ask, gathering, receive
+from .toy import POISON, Counting, Poisoned, ask, gathering, receive
 
 
 def reported(server):
@@ -119,6 +119,9 @@ WRONG = {
     "nothing": {},
     "another name": {"observation.other": GOOD},
     "another action": {STATE: GOOD, "previous_action": np.zeros(3, np.float32)},
+    "not a number": {STATE: GOOD * np.float32("nan")},
+    "beyond its limit": {STATE: GOOD + np.float32(2e6)},
+    "an action that is not finite": {STATE: GOOD, "previous_action": np.full(2, np.inf, np.float32)},
 }
 
 
@@ -139,6 +142,24 @@ def test_a_wrong_observation_of_one_actor_costs_the_others_nothing(inference, li
             assert (answer.step, answer.arrays["action"][0, 0]) == (count, count)
     bad.send(ask(9, reset=True))
     assert receive(bad).step == 9
+
+
+def test_who_would_get_a_number_that_is_not_finite_is_told_so_and_begins_anew_and_others_get_theirs(inference, link):
+    over_there = inference(Poisoned()).acting()
+    good, bad = [link(over_there.address) for _ in range(2)]
+    for count, key in enumerate((1, POISON, 1)):
+        with gathering(over_there, 2):
+            good.send(ask(count, reset=count == 0, key=1))
+            bad.send(ask(count, reset=count == 0, key=key))
+        assert receive(good).arrays["action"].tolist() == [[count + 1, count + 1]]
+        if key == POISON:
+            failed = until(bad.receive)
+            assert (failed.kind, failed.final) == ("ServerFailed", False)
+            assert failed.text == "step 1: action of the policy (weights 1) is not finite: ask anew"
+        else:
+            answer = receive(bad)
+            assert (answer.arrays["action"].tolist(), answer.reset) == ([[1, 1]], True)
+    assert over_there.server.report()["refusals"] == {"not finite": 1}
 
 
 def test_of_connections_that_come_and_go_the_last_ones_are_remembered(spec, monkeypatch):

@@ -25,7 +25,7 @@ from tests.shared.inference import composed_algorithm
 from tests.shared.keys import do
 
 from .gpu import FLOW
-from .toy import Counting, ask, message, receive
+from .toy import POISON, Counting, Poisoned, ask, message, receive
 
 KEYS = {"observation/state": STATE}
 
@@ -137,6 +137,21 @@ def test_the_bridges_clients_and_our_actors_share_batches(bridged, client, link,
 
 
 # -- who is let in
+@pytest.mark.parametrize(
+    ("value", "sentence", "reason"),
+    [
+        (np.nan, f"{STATE} [0] is nan, which is not finite", "bad message"),
+        (1e300, f"{STATE} [0] is inf, which is not finite", "bad message"),
+        (-2e6, f"{STATE} [0] is -2e+06, beyond its limit of -1e+06", "bad message"),
+        (POISON, "action of the policy (weights 1) is not finite", "not finite"),
+    ],
+)
+def test_a_number_that_cannot_be_is_neither_taken_nor_answered(bridged, client, value, sentence, reason):
+    _, bridge, address = bridged(Poisoned())
+    assert sentence in client(address).infer(state(value))
+    assert refusals(bridge) == {reason: 1}
+
+
 def test_healthz_says_ok(bridged):
     _, _, address = bridged(Counting())
     asked = http.client.HTTPConnection(*address, timeout=PATIENCE)

@@ -52,8 +52,6 @@ def test_a_request_is_read_by_the_specs_names_and_dtypes():
         ({"observation.state": np.zeros(3)}, "has 'observation.state', which is none"),
         ({"observation/state": [1.0, 2.0, 3.0]}, "'observation/state' should be a numpy array, not a list"),
         ({"observation/state": np.zeros(4)}, "observation/state should be float32 [3], not float64 [4]"),
-        ({"observation/state": np.full(3, 1e300)}, "'observation/state' has a value that is not finite in float32"),
-        ({"observation/state": np.full(3, np.nan)}, "not finite"),
         ({"observation/state": np.ones(3, bool)}, "should be float32 [3], not bool [3]"),
         ({"observation/image": np.zeros((3, 4, 6), np.uint8)}, "an image is [height, width, channel]"),
         ({"observation/image": np.zeros((4, 6, 3))}, "should be uint8 [4, 6, 3], not float64 [4, 6, 3]: an image"),
@@ -162,7 +160,6 @@ def test_whatever_comes_is_what_the_spec_says_or_a_message_error(sent, flips, cu
     assert observation.keys() == SEEN.observation.keys()
     for name, feature in SEEN.observation.items():
         feature.check(name, observation[name])
-        assert feature.dtype != "float32" or np.isfinite(observation[name]).all()
 
 
 def test_a_camera_of_another_size_is_named_though_it_is_larger():

@@ -17,6 +17,8 @@ from tests.shared.common import PATIENCE, STATE, until
 
 # -- algorithms
 
+POISON = 5.0
+
 
 class Memory(Acting):
     noise_shape = (1, 2)
@@ -63,6 +65,14 @@ class Counting(Algorithm):
         carry = {"count": carry["count"] + 1, "more": (carry["more"][0] + seen,)}
         action = torch.stack([self.memory.scale * carry["count"], carry["more"][0]], 1)
         return Decision(action.unsqueeze(1), {"previous": previous_action}), carry
+
+
+class Poisoned(Counting):
+    """A state of POISON makes what it remembers, and each action after it, NaN."""
+
+    def act(self, observation, *arguments, **options):
+        seen = observation[STATE]
+        return super().act({STATE: torch.where(seen == POISON, torch.nan, seen)}, *arguments, **options)
 
 
 # -- who asks

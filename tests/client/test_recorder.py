@@ -1,12 +1,14 @@
-"""What a recorder refuses: rows that are not finite, and extras that the Spec lacks."""
+"""What a recorder refuses: rows with numbers that cannot be, and extras that the Spec lacks."""
 
 import dataclasses
 
 import numpy as np
 import pytest
-from serl_client import Feature
+from serl_client import Feature, Stamp
 from serl_client.controller import RemotePolicy
+from serl_client.env import Step
 from serl_client.errors import ConfigError
+from serl_client.recorder import Recorder
 from serl_client.runner import ActorStatus
 
 from tests.shared.actors import STATE, Chunks, CountingEnv, FakeClient, run
@@ -22,13 +24,18 @@ def state(value):
 
 
 @pytest.mark.parametrize(
-    ("column", "bad"),
+    ("said", "bad"),
     [
-        (STATE, state(np.nan)), (STATE, state(np.inf)), ("reward", {"reward": np.nan}),
-        ("action", {"executed": np.full(2, np.inf, np.float32)}),
+        (f"{STATE} (j3) is nan rad, which is not finite", state(np.nan)),
+        (f"{STATE} (j3) is 50.5 rad, beyond its limit of 50 rad", state(50.5)),
+        ("reward is -2e+06, beyond its limit of -1e+06", {"reward": -2e6}),
+        ("action [0] is inf, which is not finite", {"executed": np.full(2, np.inf, np.float32)}),
     ],
-)  # fmt: skip
-def test_a_row_that_is_not_finite_cuts_the_episode_off_before_it(spec, client, column, bad):
+)
+def test_a_row_that_cannot_be_cuts_the_episode_off_before_it_and_names_the_sensor(spec, said, bad):
+    told = Feature((8,), names=[f"j{i}" for i in range(8)], units="rad", low=-50, high=50)
+    client = FakeClient(spec := dataclasses.replace(spec, observation={STATE: told}))
+
     class Env(CountingEnv):
         def step(self, action):
             step = super().step(action)
@@ -40,18 +47,32 @@ def test_a_row_that_is_not_finite_cuts_the_episode_off_before_it(spec, client, c
     assert (len(cut), cut.truncated, cut.terminated, len(whole), whole.terminated) == (6, True, False, 13, True)
     assert cut.observation[STATE][:, 0].tolist() == list(range(7)), "the last good observation is the final one"
     assert [report["steps"] for report in reports] == [6, 13]
-    assert status.warning == f"{column} is not finite; {cut.episode} is cut off before row 6"
+    assert status.warning == f"{said}; {cut.episode} is cut off before row 6"
 
 
-def test_an_episode_whose_first_observation_is_not_finite_never_begins(spec, client):
+@pytest.mark.parametrize("value", [np.nan, 2e6])
+def test_an_episode_whose_first_observation_cannot_be_never_begins(spec, client, value):
     class Env(CountingEnv):
         def observe(self):
-            return state(np.nan)["observation"] if len(self.seeds) < 3 else super().observe()
+            return state(value)["observation"] if len(self.seeds) < 3 else super().observe()
 
     env, status = Env(spec), ActorStatus()
     run(env, client, episodes=1, status=status)
     assert (client.lengths, len(env.seeds)) == ([13], 3)
-    assert "is not finite after the reset" in status.warning
+    assert f"{STATE} [3] is {value:g}, " in status.warning
+    assert "after the reset; robot-01234567-000001 does not begin" in status.warning
+
+
+def test_a_clock_that_goes_backwards_is_kept_and_marked_as_a_gap(client):
+    recorder, seen, times = Recorder(client, "e0", "reach"), {STATE: np.zeros(8, np.float32)}, [5.0, 5.1, 3.0, 3.1]
+    step, marks = Step(seen, 0.0, np.zeros(2, np.float32), False, False, False, None), []
+    for time in times:
+        options = dict(chunk_start=True, chunk_delay=0, gap=False)
+        assert not recorder.add(Stamp(1, "practise", 1), seen, time, step, {}, **options)
+        marks.append(recorder.gap)
+    recorder.end(terminated=True)
+    (segment,) = client.segments
+    assert (segment.time.tolist(), segment.gap.tolist(), marks) == (times, [False, False, True, False], marks)
 
 
 @pytest.mark.parametrize("shape", [None, 3])

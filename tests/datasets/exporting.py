@@ -32,7 +32,7 @@ def segment(spec, episode, start=0, steps=6, ends="terminated", phase="practise"
     generator = np.random.default_rng([*episode.encode(), start])
     action, proposed = generator.random((2, steps, 2), np.float32)
     reward, (intervened, decision) = generator.random(steps, np.float32), generator.random((2, steps)) < 0.5
-    time, rows = 1e9 + generator.random(steps), steps + bool(ends)
+    time, rows = 1e9 + start + np.sort(generator.random(steps)), steps + bool(ends)
     observation = {STATE: generator.random((rows, 4), np.float32)}
     if CAMERA in spec.observation:
         colour = (30 * np.arange(start, start + rows) % 250).astype(np.uint8)

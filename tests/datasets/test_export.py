@@ -4,6 +4,7 @@ killed, replaced when somebody judges anew; and an archived source lets nothing 
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,6 +94,21 @@ def test_what_a_shard_holds_stays_there_until_an_operator_discards_it(tmp_path, 
     run.store.commit()
     run.work()
     assert run.opened("000001-000002")[0].num_episodes == 1
+
+
+def test_an_episode_with_a_time_that_cannot_be_is_exported_once_an_operator_has_taken_it_back(tmp_path, blind):
+    run = Run(tmp_path, blind)
+    times = {"e0": np.array([0, 1e308, 2, -1e308, 4, 5]), "e1": np.array([5, 6, 1, 2, 3, 4.0])}  # e1: only backwards
+    run.add(*(replace(segment(blind, name), time=time) for name, time in times.items()))
+    run.store.lives.hello("operator", "outbox2", "B", [])
+    run.store.stage("B", 0, Outcome("e0", True, judged_by="operator"))
+    run.store.commit()
+    run.work()
+    _, table = run.opened("000001-000002")
+    counted = np.arange(6) / blind.fps
+    assert np.array_equal(table["time"].reshape(2, 6), [counted, times["e1"]])
+    assert np.allclose(table["timestamp"].reshape(2, 6), counted)
+    assert np.flatnonzero(table["gap"]).tolist() == [2, 3, 8]
 
 
 def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, blind, caplog):

@@ -7,9 +7,11 @@ import pytest
 import torch
 from serl_client import ConfigError, Feature, Spec
 
+from serl_launcher.replay import buffer as module
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store.store import Store
 from serl_launcher.types import Window
+from tests.shared.data import changed
 
 from .made import CHUNK, CHUNK_SAC, SAC, SEQUENCE, STATE, arrays_of, gathered, starts
 
@@ -215,3 +217,23 @@ def test_rare_decisions_are_found_and_extras_keep_their_own_names(tmp_path, spec
 def test_extras_that_every_row_has_already_are_refused(spec, name):
     with pytest.raises(ConfigError):
         Spec(spec.observation, spec.action, 10.0, {name: Feature((2,))})
+
+
+@pytest.mark.parametrize(
+    ("column", "row", "value", "said"),
+    [
+        (STATE, 2, 2e6, "observation.state [0] is 2e+06 at step 2, beyond its limit of 1e+06"),
+        (STATE, 4, -3e38, "observation.state [0] is -3e+38 at step 4, beyond its limit of -1e+06"),  # the final one
+        ("reward", 1, 2e6, "reward is 2e+06 at step 1, beyond its limit of 1e+06"),
+        ("time", 3, 1e308, "time is 1e+308 s at step 3, beyond its limit of 1e+11 s"),
+    ],
+)
+def test_numbers_that_an_older_store_has_taken_are_found(
+    push, reader, make_segment, monkeypatch, column, row, value, said
+):
+    monkeypatch.setattr(module, "LOOKED", 3)
+    good, bad, later = (make_segment(f"e{key}", key, ends="terminated") for key in range(3))
+    push("A", good, changed(bad, column, value, row), later)
+    buffer = reader()
+    buffer.refresh()
+    assert list(buffer.broken()) == [(2, said)]

@@ -20,10 +20,11 @@ from serl_client.episode import BEYOND
 from serl_client.errors import Disconnected, Refused, VersionMismatch
 from serl_client.outbox import Outbox
 
+from serl_launcher.store.layout import GAP
 from tests.shared import oracle
 from tests.shared.clients import RawActor, connected, own_name, push_all, push_episodes
 from tests.shared.common import PATIENCE, STATE, until
-from tests.shared.data import changed, make_episode, make_segment, tiny_spec
+from tests.shared.data import blank_segment, changed, make_episode, make_segment, tiny_spec
 
 FIRST, SECOND = "a" * 32, "b" * 32  # sessions
 
@@ -170,6 +171,44 @@ def test_a_value_that_no_actor_gives_is_refused_by_its_column_and_the_server_goe
     (actor := act(server)).push(0, wrong)
     assert says in actor.refused()
     assert server.episodes() == {}
+
+
+LIMITED = tiny_spec(
+    observation={STATE: Feature((8,), low=-100, high=[9.0] * 7 + [np.inf]), "observation.count": Feature((), "int32")},
+    extras={"force": Feature((2,), names=("x", "y"), low=-50, high=50)},
+)
+BEYOND_LIMITS = {
+    STATE: (10, f"{STATE} [0] is 10 at step 1, beyond its limit of 9"),
+    "observation.count": (2_000_000, "observation.count is 2e+06 at step 1, beyond its limit of 1e+06"),
+    "force": ([0, 51], "force (y) is 51 at step 1, beyond its limit of 50"),
+    "reward": (-2e6, "reward is -2e+06 at step 1, beyond its limit of -1e+06"),
+    "time": (-1e308, "time is -1e+308 s at step 1, beyond its limit of -1e+11 s"),
+}
+
+
+@pytest.mark.parametrize("column", BEYOND_LIMITS)
+def test_a_number_beyond_its_limit_is_acknowledged_and_its_episode_set_aside(server, column):
+    value, reason = BEYOND_LIMITS[column]
+    with RawActor(server.address, LIMITED) as actor:
+        limits = actor.welcome().spec["observation"][STATE]
+        assert (limits["low"], limits["high"][0]) == ([-100.0] * 8, 9.0)
+        server.direct()
+        wrong, right = (blank_segment(LIMITED, name, ends="terminated") for name in ("bad", "good"))
+        actor.push(0, changed(wrong, column, value), right)
+        actor.told(2)
+    known = server.episodes()
+    assert (known["bad"]["discard"], known["bad"]["judged_by"]) == (1, f"learner: {reason}")
+    assert (known["good"]["discard"], known["bad"]["steps"]) == (0, 2)
+
+
+def test_a_clock_that_goes_backwards_is_kept_and_its_steps_are_marked_as_gaps(server, act):
+    (actor := act(server)).push(0, changed(make_segment("e0"), "time", -5.0))  # 0, 1, -5, 3
+    later = make_segment("e0", start=4, ends="terminated")
+    actor.push(1, dataclasses.replace(later, time=later.time - 100))
+    actor.told(2)
+    (steps,) = oracle.whole(server.run_dir / "store").steps.values()
+    assert [step.record["time"] for step in steps] == [0, 1, -5, 3, -96, -95, -94, -93]
+    assert [step.index for step in steps if step.record["flags"] & GAP] == [2, 4]
 
 
 def test_a_sensor_that_fails_ends_the_episode_before_it_and_its_actor_goes_on(server, join, caplog):

@@ -55,10 +55,11 @@ def make_episode(name, key=0, *, steps=8, success=None, **stamp):
     ]
 
 
-def changed(segment, column, value):
-    """The segment with `value` in the middle of a column: one of the observation, or time, reward, action."""
-    is_seen = column.startswith("observation")
-    array = np.array(segment.observation[column] if is_seen else getattr(segment, column))
-    array[len(array) // 2] = value
-    fields = {"observation": {**segment.observation, column: array}} if is_seen else {column: array}
-    return dataclasses.replace(segment, **fields)
+def changed(segment, column, value, row=None):
+    """The segment with `value` in this row of a column; None: in the middle."""
+    array = np.array(segment.columns[column])
+    array[len(array) // 2 if row is None else row] = value
+    for group in ("observation", "extras"):
+        if column in (there := getattr(segment, group)):
+            return dataclasses.replace(segment, **{group: {**there, column: array}})
+    return dataclasses.replace(segment, **{column: array})

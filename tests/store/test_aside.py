@@ -18,9 +18,9 @@ from tests.shared.tools import called
 from .made import founded
 
 ABSURD = {
-    STATE: (np.full(8, -3e38), "observation.state holds -3e+38 at step 2, beyond 1e+06"),
-    "reward": (3e38, "reward holds 3e+38 at step 2, beyond 1e+06"),
-    "time": (1e308, "time holds 1e+308 at step 2, beyond 1e+11"),
+    STATE: (np.full(8, -3e38), "observation.state [0] is -3e+38 at step 2, beyond its limit of -1e+06"),
+    "reward": (3e38, "reward is 3e+38 at step 2, beyond its limit of 1e+06"),
+    "time": (1e308, "time is 1e+308 s at step 2, beyond its limit of 1e+11 s"),
 }
 
 

@@ -22,7 +22,7 @@ from .life import LEARNING, finite, found, plan_of
 def add(run_dir, name, column, value, source):
     """An episode that the store takes as it comes, as it did before it had a limit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("serl_launcher.store.store.absurd", lambda segment: "")
+        patch.setattr("serl_client.limits.Limits.broken", lambda *_: "")
         store = Store(run_dir / "store")
         store.lives.hello(name, f"outbox {name}", name, [])
         number, body = next(item for item in store.directives.items() if item[1]["into"] == source)

@@ -74,6 +74,12 @@ class Segment:
         """Return whether this is the last segment of its episode."""
         return self.terminated or self.truncated
 
+    @property
+    def columns(self) -> dict[str, Array]:
+        """Return all that is recorded, {name: [T, ...]}; observations have T+1 rows if `ends`."""
+        columns = {name: getattr(self, name) for name in ("action", *COLUMNS)}
+        return {**self.observation, **self.extras, **columns}
+
     def check(self, spec: Spec) -> None:
         """Raise ValueError, naming the array, unless every array has the shape and dtype that `spec` gives it."""
         length = len(self)
@@ -95,10 +101,9 @@ class Segment:
 
     def _check_values(self, spec: Spec) -> None:
         """Raise NotFinite with the column's name, because training on one such number makes every weight NaN."""
-        columns = {name: getattr(self, name) for name in ("action", *COLUMNS)}
-        if name := not_finite({**columns, **self.observation, **self.extras}):
+        if name := not_finite(self.columns):
             raise NotFinite(f"{name} must be finite: it holds NaN or infinity")
-        low, high = limits(spec.action)
+        low, high = action_limits(spec.action)
         if not ((self.action >= low) & (self.action <= high)).all():
             raise NotFinite(f"action lies more than {BEYOND} times the distance of its bounds outside of them")
         if spec.action.one_hot and not (((self.action == 1).sum(1) == 1) & ((self.action != 0).sum(1) == 1)).all():
@@ -117,7 +122,7 @@ class Segment:
 
 
 @lru_cache(8)
-def limits(action: Feature) -> tuple[Array, Array]:
+def action_limits(action: Feature) -> tuple[Array, Array]:
     """Return [A], [A]: the least and the largest action; a robot outside of its bounds returns step by step."""
     low, high = np.asarray(action.low, np.float64), np.asarray(action.high, np.float64)
     margin = BEYOND * (high - low)

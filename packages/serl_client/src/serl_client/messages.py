@@ -17,7 +17,7 @@ from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, Outcome, QueuedRe
 from serl_client.errors import MessageError, VersionMismatch
 from serl_client.spec import Array
 
-PROTOCOL = (13, 13)  # the oldest and the newest version spoken here
+PROTOCOL = (14, 14)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
 MAX_EARLIER = 64  # sessions that a Hello names besides its own
 

@@ -1,13 +1,15 @@
 """Cuts an episode's steps into segments of at most half a second, and pushes them to the learner as they happen."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 
 from serl_client.client import TrainerClient
 from serl_client.env import Observation, Step
-from serl_client.episode import COLUMNS, Segment, Stamp, not_finite
+from serl_client.episode import COLUMNS, Segment, Stamp
 from serl_client.errors import ConfigError
+from serl_client.limits import Limits
 from serl_client.spec import Array, Feature, Spec
 
 SEGMENT_SECONDS = 0.5  # at most
@@ -20,13 +22,14 @@ class Recorder:
 
     def __init__(self, client: TrainerClient, episode: str, task: str) -> None:
         self.episode = episode
-        self.ended = False
+        self.ended = self.gap = False  # gap: the newest row is marked as one
+        self.limits = Limits(client.spec)
         self._client, self._task, self._spec = client, task, client.spec
         self._rows = segment_rows(client.spec)
         self._shapes = {name: feature.shape for name, feature in client.spec.extras.items()}
-        self._floats = {name: f.dtype for name, f in client.spec.observation.items() if f.dtype.startswith("float")}
         self._start = 0
         self._stamp = Stamp(0, "", 0)
+        self._observed = -math.inf  # time of the newest row
         # Rows of the open segment, and the observation after them. One assignment sets both, so that an interrupt
         # between two instructions finds both or none.
         self._state: tuple[int, Observation] = 0, {}
@@ -47,10 +50,11 @@ class Recorder:
         self, stamp: Stamp, observation: Observation, observed: float, step: Step, extras: Mapping[str, Array], *,
         chunk_start: bool, chunk_delay: int, gap: bool,
     ) -> str:  # fmt: skip
-        """Add one step, and return "". If a column is not finite, add nothing and return its name.
+        """Add one step, and return "". If a number of it cannot be, add nothing and return which (Limits.broken).
 
-        observed: when `observation` was there; seconds, the robot's clock. It becomes the row's time.
-        step: what was done in answer, and the observation after it. That one must be finite too, because the policy
+        observed: when `observation` was there; seconds, the robot's clock. It becomes the row's time. If it is earlier
+            than that of the row before, the row is marked as a gap.
+        step: what was done in answer, and the observation after it. That one is looked at too, because the policy
             would see it next.
         extras: further columns; a missing one is zero.
         chunk_start, chunk_delay, gap: as in Segment.
@@ -59,16 +63,15 @@ class Recorder:
         """
         values = {
             "reward": step.reward, "intervened": step.intervened, "time": observed, "chunk_start": chunk_start,
-            "chunk_delay": chunk_delay, "gap": gap,
+            "chunk_delay": chunk_delay, "gap": gap or observed < self._observed,
         }  # fmt: skip
         if wrong := sorted(name for name, value in extras.items() if self._shapes.get(name) != np.shape(value)):
             raise ConfigError(
                 f"the rows of this run have no columns {', '.join(wrong)} of that shape: name those of an environment "
                 "in its Spec, and those of an algorithm in `extras` of its yaml, before the run begins"
             )
-        named = {"action": step.executed, "reward": step.reward, "time": observed, **extras}
-        arrays = {name: np.asarray(value) for name, value in named.items()}
-        if bad := self.not_finite(step.observation) or not_finite(arrays):
+        columns = {**step.observation, **extras, "action": step.executed, "reward": step.reward, "time": observed}
+        if bad := self.limits.broken(columns):
             return bad
         if self._state[0] and stamp != self._stamp:
             self.flush()
@@ -82,13 +85,9 @@ class Recorder:
         self._action[row] = step.executed
         for name, value in values.items():
             self._columns[name][row] = value
+        self._observed, self.gap = observed, bool(values["gap"])
         self._state = row + 1, step.observation
         return ""
-
-    def not_finite(self, observation: Observation) -> str:
-        """Return the name of an entry that would hold NaN or infinity in its stored dtype; empty: there is none."""
-        with np.errstate(over="ignore"):  # what is too large for its dtype becomes infinite
-            return not_finite({name: np.asarray(observation[name], dtype) for name, dtype in self._floats.items()})
 
     def flush(self) -> None:
         """Push the open segment; the episode goes on."""

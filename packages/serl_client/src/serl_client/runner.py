@@ -25,7 +25,7 @@ from serl_client.way_home import NAP, WayHome
 log = logging.getLogger(__name__)
 
 SILENCE = 5.0  # seconds without an action until the episode is cut off; the next begins with the next action
-AGAIN = 1.0  # seconds until the next reset, after a reset whose observation is not finite
+AGAIN = 1.0  # seconds until the next reset, after a reset whose observation cannot be
 ROOM_PATIENCE = 1.0  # seconds that a simulated robot waits for the outbox
 FAREWELL = 30.0  # seconds at the end to deliver the rest of the outbox
 MODES = ("collect", "teleop", "evaluate")  # modes with episodes; the other two are idle and stop
@@ -161,8 +161,8 @@ class _Actor:
         began, observed = clock.monotonic(), self._observed()
         self._person.listen()
         self._person.judge_latest()
-        if bad := recorder.not_finite(observation):
-            self._status.warn(f"{bad} is not finite after the reset; {recorder.episode} does not begin")
+        if bad := recorder.limits.broken({**observation, "time": observed}):
+            self._status.warn(f"{bad} after the reset; {recorder.episode} does not begin")
             self._client.wait(AGAIN)
             return
         frames = Frames(observation, client.history)
@@ -208,15 +208,14 @@ class _Actor:
             chunk_delay=self._controller.chunk_delay if is_policys else 0,
         )  # fmt: skip
         if step.stale or bad:
-            why = step.stale or f"{bad} is not finite"
-            self._status.warn(f"{why}; {recorder.episode} is cut off before row {recorder.steps}")
+            self._status.warn(f"{step.stale or bad}; {recorder.episode} is cut off before row {recorder.steps}")
             self._env.stop()
             self._cut_off(episode)
             return
         self._hand_over(episode, step.intervened)
         episode.last, episode.observed = step, observed
         episode.driven |= step.driven
-        episode.frames.add(step.observation, gap=is_gap)
+        episode.frames.add(step.observation, gap=recorder.gap)
         episode.is_theirs, episode.is_stale = None, False
         episode.reward += step.reward
         episode.intervened += step.intervened
