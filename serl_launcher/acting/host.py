@@ -86,7 +86,7 @@ class PolicyHost:
                 self.acting.compile_layers()
             setattr(self.acting, graph, Graphs(getattr(self.acting, graph), recorder))
         self._layout = {name: tensor.shape for name, tensor in self.acting.published().items()}
-        self._carries, self._limits = Carries(), Limits(spec)
+        self._carries, self._limits = Carries(), Limits(replace(spec, extras={}))
 
     # -- weights
     def load(self, version: int, file: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from serl_client.errors import ConfigError
-from serl_client.limits import LIMIT
+from serl_client.limits import Limits
 from serl_client.spec import Array, Feature, Spec
 
 from serl_launcher.replay.batches import BatchMemory, batch_of
@@ -376,18 +376,19 @@ class ReplayMixture:
 def statistics(mixture: ReplayMixture, name: str) -> dict[str, dict[str, Array]]:
     """Return {mean, std, low, high: {column: [*shape]}} of the actions and of each float observation.
 
-    name: the source or view. Observations beyond the store's limit are left out, unless there are no others: an
+    name: the source or view. Observations beyond their limits are left out, unless there are no others: an
     operator may have taken such an episode back. Raises ConfigError if it is empty.
     """
     found: dict[str, dict[str, Array]] = {"mean": {}, "std": {}, "low": {}, "high": {}}
-    parts = mixture.views[name].of
+    parts, limits = mixture.views[name].of, Limits(mixture.spec)
     features = {"action": mixture.spec.action, **mixture.spec.observation}
     for key in [key for key, feature in features.items() if feature.dtype.startswith("float")]:
         rows = np.concatenate([mixture.buffers[part].observed(key, mixture.in_view(name, part)) for part in parts])
         rows = rows[np.isfinite(rows).all(tuple(range(1, rows.ndim)))]
         if not len(rows):
             raise ConfigError(f"no statistics of {key}: source or view {name!r} holds no steps yet; collect some first")
-        usual = (np.abs(rows.reshape(len(rows), -1)) <= LIMIT).all(1)
+        _, low, high = limits.found[key]
+        usual = ((low <= rows) & (rows <= high)).reshape(len(rows), -1).all(1)
         rows = rows[usual] if key != "action" and usual.any() else rows
         found["mean"][key], found["std"][key] = rows.mean(0, dtype=np.float64), rows.std(0, dtype=np.float64)
         found["low"][key], found["high"][key] = rows.min(0), rows.max(0)

@@ -9,24 +9,25 @@ from serl_client.episode import action_limits
 from serl_client.spec import ROW, Array, Feature, Spec
 
 LIMIT = 1e6  # of a number whose Spec says none: no sensor exceeds it in usual units, and float32 holds sums of squares
+ACTIONS = ("action", "previous_action", "prefix")  # the latter two in a question
 TIME = 1e11  # seconds, 3,000 years: robots count from 1970, or from their start
 
 
 class Limits:
     """Holds the limits of each column of a Spec: what it says of an observation or an extra, else LIMIT.
 
-    Images and flags (uint8, bool) have none, unless the Spec says some. A question's `previous_action` and `prefix`
-    have those of the action. found: {column: (its Feature, least, greatest)} of those that have limits.
+    Images and flags (uint8, bool) have none, unless the Spec says some. The bounds of the action are widened.
+    found: {column: (its Feature, least, greatest)} of those that have limits.
     """
 
     def __init__(self, spec: Spec) -> None:
-        self.found: dict[str, tuple[Feature, Array, Array]] = {
+        action = spec.action, *action_limits(spec.action)
+        self.found: dict[str, tuple[Feature, Array, Array]] = dict.fromkeys(ACTIONS, action)
+        self.found |= {
             name: (feature, _limit(feature.low, -LIMIT), _limit(feature.high, LIMIT))
             for name, feature in {**spec.observation, **spec.extras}.items()
             if feature.dtype not in ("bool", "uint8") or feature.low is not None or feature.high is not None
         }
-        action = spec.action, *action_limits(spec.action)
-        self.found |= dict.fromkeys(("action", "previous_action", "prefix"), action)
         for name, most in (("reward", LIMIT), ("time", TIME)):
             self.found[name] = Feature((), ROW[name]), np.array(-most), np.array(most)
 

@@ -37,7 +37,7 @@ class Feature:
 
     names: of the entries; may be empty.
     low, high: bounds, required for the action; numbers are broadcast to the shape. Of an observation or an extra they
-        are plausible limits: a value outside of them is implausible.
+        are plausible limits: a value outside of them cannot be (limits.py).
     one_hot: of the action: it is a choice among N, whose entry is 1 and the others 0.
     units: of a vector's entries, of UNITS; one text is that of all entries; empty: unsaid.
     neutral: of the action: the one [A] at rest, within the bounds; None: unsaid, which means the middle of the bounds.
