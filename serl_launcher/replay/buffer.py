@@ -5,14 +5,13 @@ copying, the reader looks at tail again. The caller redraws what fell below it, 
 The steps of several actors lie between each other. So the reader links the steps of each episode itself.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from serl_client.limits import Limits
 from serl_client.spec import Array, Feature
 
 from serl_launcher.replay.choice import Choice, Numbers
@@ -24,7 +23,6 @@ from serl_launcher.store.layout import CHUNK_START, GAP, INTERVENED, TERMINATED,
 from serl_launcher.types import IdleFilter, Window
 
 SCAN = 65536  # steps taken in at once
-LOOKED = 1024  # steps whose numbers are looked at at once
 SPARE = 16  # one more step is drawn for so many, as some are of no use
 TRIES = 64  # draws without a usable step, one after another, before `draw` says that there is none
 MANY = 2048  # steps of each draw, once half of these have found nothing: usable ones may be rare
@@ -204,24 +202,12 @@ class ReplayBuffer:
         tail = int(self._published[0])
         return found if tail <= self.tail else found[first >= tail]
 
-    def broken(self) -> Iterator[tuple[int, str]]:
-        """Yield (episode number, which number) of each step with a number that cannot be (serl_client/limits.py)."""
-        spec, limits = self.layout.spec, Limits(self.layout.spec)
-        seen, extras = limits.found.keys() & spec.observation, limits.found.keys() & spec.extras
-
-        def found(begin: int, end: int) -> str:
-            slots = np.arange(begin, end) % self.layout.capacity
-            records, rows = self._records(slots), np.append(self._row[slots], self._final[slots])
-            columns = {name: self._observations[name][rows[rows != NONE]] for name in seen}
-            columns |= {name: records[f"extras.{name}"] for name in extras}
-            columns |= {name: records[name] for name in ("reward", "time")}
-            return limits.broken(columns, int(records["index"][0]))
-
-        for begin in range(self.tail, self.head, LOOKED):
-            end = min(begin + LOOKED, self.head)
-            for step in range(begin, end) if found(begin, end) else ():
-                if reason := found(step, step + 1):
-                    yield int(self._episode[step % self.layout.capacity]), reason
+    def stored(self, numbers: Numbers, seen: Collection[str]) -> dict[str, Array]:
+        """Copy what is stored of these steps, {column: [n, ...]}, and these observations, final ones included."""
+        slots = numbers % self.layout.capacity
+        records, rows = self._records(slots), np.append(self._row[slots], self._final[slots])
+        columns = {name.removeprefix("extras."): records[name] for name in records.dtype.names or ()}
+        return columns | {name: self._observations[name][rows[rows != NONE]] for name in seen}
 
     def windows(self, numbers: Numbers, window: Window) -> Drawn:
         """Return the windows that begin at these steps."""

@@ -10,12 +10,14 @@ after each update once something was refused: then the batch is still at hand.
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
-from serl_client.limits import LIMIT
+from serl_client.limits import LIMIT, Limits
 from torch import Tensor
 
+from serl_launcher.replay.buffer import ReplayBuffer
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store.aside import REMEDY
 from serl_launcher.training.finite import Refusals
@@ -24,6 +26,7 @@ from serl_launcher.types import Batch
 
 log = logging.getLogger(__name__)
 
+LOOKED = 1024  # steps of a store whose numbers are looked at together
 WATCHED = 1000  # updates after a refused one that are looked at one by one
 FAR = 1e3  # times what a quarter of the batch stays below, or 1 where that is less: such a value may be the reason
 
@@ -32,12 +35,28 @@ def sift(sources: ReplayMixture, set_aside: Callable[[str, str], None]) -> None:
     """Set aside each episode that holds a number that cannot be, unless an operator has spoken of it."""
     reasons = dict[str, str]()
     for name, buffer in sources.buffers.items():
-        for episode, reason in buffer.broken():
+        for episode, reason in _broken(buffer):
             info = sources.held[name].get(episode)
             if info is not None and not info.discard and info.judged_by != "operator":
                 reasons.setdefault(info.id, reason)
     for episode, reason in reasons.items():
         set_aside(episode, reason)
+
+
+def _broken(buffer: ReplayBuffer) -> Iterator[tuple[int, str]]:
+    """Yield (episode number, which number) of each step with a number that cannot be, in order."""
+    limits = Limits(buffer.layout.spec)
+    seen = limits.found.keys() & buffer.layout.spec.observation
+    parts = [(begin, min(begin + LOOKED, buffer.head)) for begin in range(buffer.tail, buffer.head, LOOKED)[::-1]]
+    while parts:
+        begin, end = parts.pop()
+        steps = np.arange(begin, end)
+        if reason := limits.broken(buffer.stored(steps, seen), int(buffer.indices(steps[:1])[0])):
+            if len(steps) == 1:
+                yield int(buffer.episodes(steps)[0]), reason
+            else:
+                middle = (begin + end) // 2
+                parts += [(middle, end), (begin, middle)]
 
 
 def await_rows(

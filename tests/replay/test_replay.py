@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from serl_client import ConfigError, Feature, Spec
+from serl_client.limits import Limits
 
-from serl_launcher.replay import buffer as module
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store.store import Store
+from serl_launcher.training import tracing
 from serl_launcher.types import Window
 from tests.shared.data import changed
 
@@ -229,11 +230,13 @@ def test_extras_that_every_row_has_already_are_refused(spec, name):
     ],
 )
 def test_numbers_that_an_older_store_has_taken_are_found(
-    push, reader, make_segment, monkeypatch, column, row, value, said
+    push, sources, make_segment, monkeypatch, column, row, value, said
 ):
-    monkeypatch.setattr(module, "LOOKED", 3)
+    monkeypatch.setattr(tracing, "LOOKED", 7)
     good, bad, later = (make_segment(f"e{key}", key, ends="terminated") for key in range(3))
-    push("A", good, changed(bad, column, value, row), later)
-    buffer = reader()
-    buffer.refresh()
-    assert list(buffer.broken()) == [(2, said)]
+    with monkeypatch.context() as patch:
+        patch.setattr(Limits, "broken", lambda *_: "")
+        push("A", good, changed(bad, column, value, row), later)
+    found = {}
+    tracing.sift(sources(), found.__setitem__)
+    assert found == {"e1": said}
