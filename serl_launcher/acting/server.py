@@ -224,6 +224,14 @@ class InferenceServer:
                 log.info("%s", error)
 
 
+def flat(report: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return a report as a Heartbeat takes it: {"a b": value} for {"a": {"b": value}}."""
+    found: dict[str, Any] = {}
+    for name, value in report.items():
+        found |= flat(value, f"{above}{name} ") if isinstance(value, dict) else {above + name: value}
+    return found
+
+
 def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None] = lambda: None) -> None:
     """Answer actors until SIGTERM; `begun` is called once there are weights to act with.
 
@@ -252,7 +260,7 @@ def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], Non
             while link.receive() is not None:
                 pass
             if link.connected and clock.monotonic() > beat:
-                link.send(m.Heartbeat(server.report() | (bridge.report() if bridge else {})))
+                link.send(m.Heartbeat(flat(server.report() | (bridge.report() if bridge else {}))))
                 if server.host.version:
                     begun()
                     if bridge is not None:

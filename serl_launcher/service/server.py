@@ -115,20 +115,22 @@ class Server:
             if clock.monotonic() > end or not (came := received(socket)):
                 return
             identity, *frames = came
-            answer = self._answer(socket, identity, [frame.buffer for frame in frames])
-            if answer is not None:
-                send(socket, identity.bytes, answer)
+            self._take(socket, identity, [frame.buffer for frame in frames])
 
-    def _answer(self, socket: zmq.Socket, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> m.Message | None:
-        """Handle one message, and return the answer, which names the number of its request."""
+    def _take(self, socket: zmq.Socket, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> None:
+        """Handle one message, and send its answer, or why it failed: also that its answer cannot be encoded."""
         request = Request(identity)
         try:
-            answer = self._handle((socket, identity.bytes), request, frames)
+            self._answer(socket, request, self._handle((socket, identity.bytes), request, frames))
         except Exception as error:
-            answer = self.failures.answer(request, error)
+            self._answer(socket, request, self.failures.answer(request, error))
+
+    def _answer(self, socket: zmq.Socket, request: Request, answer: m.Message | None) -> None:
+        """Send the answer to a request, if there is one. It names the number of the request."""
         if isinstance(request.message, m.NUMBERED) and isinstance(answer, m.Done | m.Failed):
-            return replace(answer, request=request.message.request)
-        return answer
+            answer = replace(answer, request=request.message.request)
+        if answer is not None:
+            send(socket, request.identity.bytes, answer)
 
     def _handle(self, address: Address, request: Request, frames: Sequence[wire.Buffer]) -> m.Message | None:
         """Decode a message, check who sent it, and do what it asks for. Raises what is wrong with it."""

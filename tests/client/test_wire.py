@@ -201,6 +201,7 @@ NO_PROTOCOLS = (None, [], [4], [4, 4, 4], ["4", "4"], [True, 4], [4, True], {"4"
         *((HELLO, {"protocol": wrong}, ".") for wrong in NO_PROTOCOLS),
         *((Heartbeat({}), {"report": wrong}, "report of a Heartbeat should be of type") for wrong in (5, [1], None)),
         *((QUESTION, {"task": task}, "of type str") for task in (3, None)),
+        *((Heartbeat({}), {"report": {"a": wrong}}, "a report holds numbers") for wrong in ([], {}, b"")),
         (QUESTION, {"task": "x" * (MAX_NAME + 1)}, "at most 200 characters"),
     ],
 )

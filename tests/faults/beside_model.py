@@ -104,9 +104,7 @@ class Real:
 
     def _up(self, key, _):
         frames, identity = [bytes(frame) for frame in m.encode(self.up[key].pop(0))], self.identities[key]
-        answer = self.server._answer(self.server.public, zmq.Frame(identity), frames)
-        if answer is not None:
-            self.send(None, identity, answer)
+        self.server._take(self.server.public, zmq.Frame(identity), frames)
         self.server.welcomes.send()  # as the turn goes on
         while self.server.intake.has_work:
             self.server.intake.work()

@@ -17,7 +17,7 @@ from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.episode import BEYOND
-from serl_client.errors import Disconnected, Refused, VersionMismatch
+from serl_client.errors import Disconnected, Refused, ServerFailed, VersionMismatch
 from serl_client.outbox import Outbox
 
 from serl_launcher.store.layout import GAP
@@ -350,6 +350,14 @@ def test_the_learners_messages_are_refused_from_the_actors_address(server, act):
         link.call(m.Direct({"mode": "stop", "phase": ""}, None), 5.0)
     with server.link("viewer", "intruder") as viewer, pytest.raises(Refused, match="not for the role viewer"):
         viewer.call(m.Publish("0" * 64, 1, 1), 5.0)
+
+
+def test_an_answer_that_cannot_be_encoded_ends_nobody(serve, act, monkeypatch):
+    served = serve()
+    monkeypatch.setitem(served.server._handlers, m.Status, lambda peer, _: m.Status({"what": object()}))
+    with served.link("viewer", "eye") as viewer, pytest.raises(ServerFailed, match="its log says why"):
+        viewer.call(m.Status(), PATIENCE)
+    act(served)
 
 
 # -- plan, operator, clocks

@@ -75,7 +75,7 @@ def _messages() -> list[m.Message]:
         m.Push(EPOCH, {"records": np.frombuffer(b"".join(RECORDS), np.uint8)}), m.Ack(EPOCH, 3, True, None),
         m.InferenceRequest(3, 5, True, False, "reach", observation), m.InferenceResponse(3, 1,
         {"action": np.zeros((4, 2), np.float32)}),
-        m.Heartbeat({"late": 0.1, "rows": [1, 2]}), m.Bye(), m.WeightsRequest("a" * 64, 1),
+        m.Heartbeat({"late": 0.1, "phase": "reach"}), m.Bye(), m.WeightsRequest("a" * 64, 1),
         m.WeightsChunk("a" * 64, 1, "b" * 32, {"data": data}), m.Direct(directive, None), m.StepLimit(1, None),
         m.Publish("a" * 64, 3, 4), m.Over("no memory"), m.SetAside("e0", "why"),
         m.Archived([1, 2]), m.Sync(0, 0), m.Synced(1, [[1] * 19], [[1, "next", ""]], ["arm"], False),

@@ -132,10 +132,16 @@ class InferenceResponse:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Says that a client lives; `report` holds its numbers for console and status, at most MAX_REPORT bytes, since the
-    server keeps the reports of all clients and sends them on."""
+    """Says that a client lives; `report` holds its numbers for console and status: {name: number, text, bool or None},
+    at most MAX_REPORT bytes, since the server keeps the reports of all clients and sends them on. Raises MessageError
+    for any other report."""
 
     report: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        for name, value in self.report.items():
+            if not isinstance(value, str | int | float | None):
+                raise MessageError(f"a report holds numbers, texts, bools and nil; its {name!r:.50} is none of them")
 
 
 @dataclass(frozen=True, slots=True)
