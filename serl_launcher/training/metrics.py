@@ -15,7 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,9 @@ class MetricsLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._once = {(record["kind"], record["id"]) for record in read(path) if "id" in record}
-        if path.exists() and not path.read_bytes().endswith(b"\n"):
+        if _is_torn(path):
             self._append("\n")  # a crash tore the last line; the next one begins on its own
+        self._once = {(record["kind"], record["id"]) for record in read(path) if "id" in record}
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append one record of plain values."""
@@ -64,17 +64,16 @@ class MetricsLog:
             file.write(text)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Read all whole records of a file; none if there is no file."""
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # torn by a crash
-        if isinstance(record, dict):
-            records.append(record)
-    return records
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield all whole records of a file, one line after the other; none if there is no file."""
+    return (record for record, _ in _news(path, 0))
+
+
+def _is_torn(path: Path) -> bool:
+    with suppress(OSError), open(path, "rb") as file:  # there is none, or it is empty
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+    return False
 
 
 # -- the mirror

@@ -40,7 +40,7 @@ PIXELS = [
 
 def test_sac_pi0_updates_what_each_phase_says_and_says_how_far_values_are_from_the_returns(tmp_path):
     start(tmp_path, SAC_PI0)
-    lines = read(tmp_path / "metrics.jsonl")
+    lines = list(read(tmp_path / "metrics.jsonl"))
     ended = [line["phase"] for line in lines if line["kind"] == "episode"]
     least = {"demonstrate": 6, "baseline": 4, "warm_up": 3, "evaluate": 6}
     assert all(ended.count(phase) >= count for phase, count in least.items())
@@ -138,7 +138,7 @@ def test_rlpd_learns_from_the_verdicts_of_a_person_where_no_judge_gives_a_reward
         assert not rows["truncated"].any()
     late = [row for row in found.episodes.values() if row["truncated"] and row["success"] == 0]
     assert late, "failure is said between two episodes"
-    lines = read(tmp_path / "metrics.jsonl")
+    lines = list(read(tmp_path / "metrics.jsonl"))
     returns = {line["return"] for line in lines if line["kind"] == "episode" and line["phase"] == "demonstrate"}
     assert returns == {2.0}
 
@@ -195,7 +195,7 @@ def test_each_return_is_told_of_the_candidate_that_acted_and_no_episode_twice(tm
     np.testing.assert_allclose([value for each in told for value in each],
                                state["returns"][state["told"] >= 0], rtol=1e-5)  # fmt: skip
     assert [len(each) for each in told] == (state["told"] >= 0).sum(1).tolist()
-    lines = read(tmp_path / "metrics.jsonl")
+    lines = list(read(tmp_path / "metrics.jsonl"))
     shown = [line["generation"] for line in lines if "generation" in line]
     assert shown[-1] == generation
 
