@@ -3,12 +3,14 @@
 import ctypes
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -17,6 +19,7 @@ RESTARTS, WITHIN_S = 3, 60.0  # a process is started again at most so often with
 FAILURES, FAILING_S = 10, 3600.0  # inference may fail so often within so many seconds, as on a GPU that is broken
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit statuses of a process that others have ended
 REFUSED = 2  # exit status of a process that said in one sentence why it cannot run: another start does not help
+SERVER_BYTES = 40 << 30  # of the server at most: each of 512 connections may announce a frame of 64 MiB
 LEARNING = ("trainer", "inference")  # they start when the importer, where there is one, has ended
 RANKED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # a rank's own launcher sets them; a cluster's values must not reach us
 GIVING_UP = (
@@ -66,7 +69,7 @@ class Supervisor:
             begun_file(name, self._local).unlink(missing_ok=True)
         here = {key: value for key, value in os.environ.items() if key not in RANKED}
         self._children[name] = subprocess.Popen(
-            command, preexec_fn=_die_with_parent, stdin=subprocess.DEVNULL, env=here
+            command, preexec_fn=partial(_begin, name), stdin=subprocess.DEVNULL, env=here
         )
 
     def _look(self) -> int | None:
@@ -143,10 +146,14 @@ class Supervisor:
                     child.kill()
 
 
-def _die_with_parent() -> None:
+def _begin(name: str) -> None:
     """Run in a child before exec: the child is killed when its parent dies, and leaves Ctrl-C to the parent."""
     killed_with_parent()
     os.setpgid(0, 0)
+    if name == "server":  # torch and CUDA map more memory than they use, so a limit would end the other processes
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        most = SERVER_BYTES if hard == resource.RLIM_INFINITY else min(SERVER_BYTES, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
 
 def killed_with_parent() -> None:

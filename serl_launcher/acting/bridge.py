@@ -32,6 +32,7 @@ from serl_launcher.acting import openpi
 from serl_launcher.acting.host import Answer, PolicyHost, Question
 from serl_launcher.service.access import REMEDIES, AllowList, RefusalCount, check_address
 from serl_launcher.service.peers import GRANTS
+from serl_launcher.service.places import Places
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +76,10 @@ class Bridge:
             )
         self.form, self.refusals = openpi.Form(host.spec, keys), RefusalCount()
         self.most = max(1, min(CONNECTIONS, BYTES // (COPIES * self.form.limit)))
-        self.sockets: set[_Connection] = set()  # that are open, before and after their handshake
+        self.places = Places(self.most)  # of the connections that are open, before and after their handshake
         self._host, self._address, self._ask = host, address, ask
         self._allowed = AllowList(allowed) if allowed else None
-        self._numbers, self._served = itertools.count(1), 0
+        self._numbers = itertools.count(1)
         self._welcome = openpi.pack({
             "server": "retake", "observation": self.form.describe(), "fps": host.spec.fps,
             "action": {"shape": [*host.spec.action.shape], "names": [*host.spec.action.names]},
@@ -112,7 +113,7 @@ class Bridge:
         """Return the report for the heartbeat. Raises what ended the thread."""
         if self._ended.done():
             self._ended.result()
-        return {"openpi": {"connections": self._served, **self.refusals.report}}
+        return {"openpi": {"connections": len(self.places.guests), **self.refusals.report}}
 
     def close(self) -> None:
         """Close all connections, and end the thread. May be called twice."""
@@ -139,7 +140,7 @@ class Bridge:
             max_queue=0, server_header=None, logger=silent, create_connection=made, close_timeout=1.0,
         ):  # fmt: skip
             await self._stopped.wait()
-            for connection in self.sockets:  # an orderly end would wait for whoever does not read
+            for connection in self.places:  # an orderly end would wait for whoever does not read
                 connection.transport.abort()
             for answered in self._unanswered:  # nobody will
                 if not answered.done():
@@ -151,13 +152,16 @@ class Bridge:
             return connection.respond(http.HTTPStatus.OK, "OK\n")
         if request.headers.get_all("Origin"):  # every page that a browser shows could connect to loopback
             return self._refuse(connection, http.HTTPStatus.FORBIDDEN, "a browser", "browsers are not let in")
-        if self._served >= self.most:
-            text = f"there are {self.most} connections already"
-            return self._refuse(connection, http.HTTPStatus.SERVICE_UNAVAILABLE, "too many connections", text)
         try:
-            self._admit(request)
+            name = self._admit(request)
         except _Barred as error:
             return self._refuse(connection, http.HTTPStatus.UNAUTHORIZED, error.reason, str(error))
+        if (loser := self.places.welcome(connection, name or address_of(connection))) is None:
+            return None
+        text = f"there are {self.most} connections already"
+        if loser is connection:
+            return self._refuse(connection, http.HTTPStatus.SERVICE_UNAVAILABLE, "too many connections", text)
+        loser.cut("too many connections", text)
         return None
 
     def _refuse(self, connection: ServerConnection, status: http.HTTPStatus, reason: str, text: str) -> Response:
@@ -183,7 +187,6 @@ class Bridge:
 
     async def _serve(self, connection: ServerConnection) -> None:
         """Answer one client until it goes or makes a mistake, of which it is told."""
-        self._served += 1
         try:
             await self._converse(connection)
         except ConnectionClosed as closed:
@@ -198,8 +201,6 @@ class Bridge:
         except Exception:
             log.exception("the bridge failed for one client, whose connection is cut")
             connection.transport.abort()
-        finally:
-            self._served -= 1
 
     async def _converse(self, connection: ServerConnection) -> None:
         """Answer one request after the other. Raises MessageError for one that is refused."""
@@ -257,12 +258,11 @@ class _Connection(ServerConnection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._bridge.sockets.add(self)
-        if len(self._bridge.sockets) > 2 * self._bridge.most:  # half of them for handshakes
-            self.cut("too many connections", f"more than {2 * self._bridge.most} sockets are open")
+        if (loser := self._bridge.places.knock(self, address_of(self))) is not None:
+            loser.cut("too many connections", f"more than {self._bridge.most} sockets are open without a handshake")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._bridge.sockets.discard(self)
+        self._bridge.places.leave(self)
         super().connection_lost(exc)
 
     def process_event(self, event: Any) -> None:
@@ -277,6 +277,10 @@ class _Connection(ServerConnection):
     def cut(self, reason: str, text: str) -> None:
         self._bridge.refusals.add(reason, f"an openpi client: {text}")
         self.transport.abort()
+
+
+def address_of(connection: ServerConnection) -> str:
+    return str((connection.remote_address or ("",))[0])
 
 
 def bridge_of(config: DictConfig, host: PolicyHost, ask: Callable[[Question], None]) -> Bridge | None:

@@ -89,6 +89,7 @@ class InferenceServer:
                 os.eventfd_read(self._woken)
             self._access.turn()
             self._hear(clock.monotonic())
+            self._forget_gone()
             while self._others:
                 self._put(self._others.popleft())
             self._finish()
@@ -143,13 +144,14 @@ class InferenceServer:
         """Handle one message: queue a question, or return the answer to a Hello or to what is faulty."""
         request = Request(identity)
         try:
-            if (owner := self._access.admit(identity)) is None:
+            buffers = [frame.buffer for frame in frames]
+            if (owner := self._access.admit(identity, buffers)) is None:
                 return None
             request.owner = owner
-            message = request.message = m.decode([frame.buffer for frame in frames])
+            message = request.message = m.decode(buffers)
             check_role(message, owner)
             if isinstance(message, m.Hello):
-                return self._welcome(message, owner)
+                return self._welcome(identity, message, owner)
             if not isinstance(message, m.InferenceRequest):
                 raise MessageError(f"{type(message).__name__} is not for the inference process")
             self.host.check(message)
@@ -158,8 +160,9 @@ class InferenceServer:
             return self._failures.answer(request, error)
         return None
 
-    def _welcome(self, hello: m.Hello, owner: KeyOwner) -> m.Welcome:
+    def _welcome(self, identity: zmq.Frame, hello: m.Hello, owner: KeyOwner) -> m.Welcome:
         check_hello(hello, owner, run=hello.run)
+        self._access.connections.welcome(identity, owner.name)
         return m.Welcome(hello.run, 0, 0, [], self.host.spec.to_dict(), "", asdict(m.StateUpdate({}, {})))
 
     def _put(self, question: Question) -> None:
@@ -167,6 +170,14 @@ class InferenceServer:
         self._replaced += question.actor in self._waiting
         self._waiting[question.actor] = question  # in the place of an earlier one
         self._asked[question.actor] = self._last = question.came
+
+    def _forget_gone(self) -> None:
+        """Forget what connections asked that have ended since."""
+        connections, since = self._access.connections, clock.monotonic() - RECENT_S
+        if connections.has_lost:
+            connections.has_lost, living = False, set(connections.names.values())
+            self._waiting = {actor: each for actor, each in self._waiting.items() if each.deliver or actor in living}
+            self._asked = {actor: last for actor, last in self._asked.items() if last > since}
 
     def _load(self, notice: Mapping[str, Any]) -> None:
         try:

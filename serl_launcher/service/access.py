@@ -11,27 +11,24 @@ import logging
 import math
 import os
 import re
-import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import zmq
-from serl_client import clock
+from serl_client import clock, wire
 from serl_client import messages as m
 from serl_client.connection import has_come, is_local
 from serl_client.errors import ConfigError, Refused
 from serl_client.keys import ROLES, check_curve, read_private, write_private
 from zmq.utils import z85
-from zmq.utils.monitor import parse_monitor_message
 
+from serl_launcher.service.connections import CONNECTIONS, Connections
 from serl_launcher.service.peers import Forbidden, KeyOwner, bound
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS = 256  # at once
 MESSAGES = 10_000  # of one connection within a second
 RECORDS = 5_000  # of one key (without keys: of one actor) within a second; what is more waits
 LIMITS: dict[type, int] = {m.Hello: 128, m.Command: 50, m.Status: 100}  # of one key (or connection) within a second
@@ -49,13 +46,6 @@ REMEDIES = {
     "banned": "it sent bad messages; it is let in again after 10 minutes, or by tools/keys.py unban on the learner",
     "unknown": "it is none of this learner's; tools/keys.py make on the learner gives one",
 }
-
-EVENTS = (
-    zmq.EVENT_ACCEPTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 
 
 def check_address(address: str, keys: Path | None, option: str = "host") -> None:
@@ -208,7 +198,6 @@ class AccessControl:
         self.keys = AllowList(keys) if keys else None
         self.refusals = RefusalCount()
         self.refuse = self.refusals.add
-        self._connected: set[int] = set()
         self._peers: dict[bytes, _Peer] = {}
         self._causes: dict[tuple[str, str], dict[str, float]] = {}  # of each key and address: when a kind was seen
         self._second, self._counts = 0.0, dict[tuple[Any, Any], int]()  # what each did since then
@@ -224,30 +213,29 @@ class AccessControl:
             socket.curve_secretkey = self.keys.secret.encode()
             socket.zap_domain = b"retake"
             socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is let in if nobody can be asked
-        self._monitor = socket.get_monitor_socket(EVENTS)
+        self.connections = Connections(socket, self.refuse, has_keys=self.keys is not None)
 
     @property
     def polled(self) -> tuple[zmq.Socket, ...]:
-        return self.socket, self._zap, self._monitor
+        return self.socket, self._zap, self.connections.monitor
 
     @property
     def report(self) -> dict[str, Any]:
         """For status: how many are connected, and what was refused, by reason."""
-        return {"connections": len(self._connected), **self.refusals.report}
+        return {"connections": len(self.connections.places), **self.refusals.report}
 
     def turn(self) -> None:
         """Let in and keep out who has knocked; never waits."""
-        while has_come(self._monitor):
-            event = parse_monitor_message(self._monitor.recv_multipart())
-            self._happened(event["event"], event["value"])
+        self.connections.turn()
         while has_come(self._zap):
             self._zap.send_multipart(self._asked(*self._zap.recv_multipart()))
 
-    def admit(self, identity: zmq.Frame) -> KeyOwner | None:
-        """Whose message it is that began with this frame; None: it is not looked at.
+    def admit(self, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> KeyOwner | None:
+        """Whose message it is that began with the frame `identity`; None: it is not looked at.
 
         Raises Refused, once for each connection, when its key is not allowed any more.
         """
+        self.connections.heard(identity, frames)
         peer, now = self._peer(identity.bytes), clock.monotonic()
         if peer.ignored:
             return None
@@ -337,21 +325,6 @@ class AccessControl:
         self.refuse(f"{owner.role} key", f"{owner.name or 'a client'} at {address.decode(errors='replace')}")
         return [version, request, b"300" if self.keys.fails else b"400", b"", b"", b""]  # 300: not now
 
-    def _happened(self, event: int, value: int) -> None:
-        if event == zmq.EVENT_ACCEPTED:
-            self._connected.add(value)
-            if len(self._connected) > CONNECTIONS:
-                self.refuse("too many connections", f"there are {CONNECTIONS} already")
-                _cut(value)
-        elif event == zmq.EVENT_DISCONNECTED:
-            self._connected.discard(value)
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-            self.refuse("wrong server key", "a client knows the learner by another key")
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-            self.refuse("bad handshake", f"a client broke the protocol ({value:#x})")
-        else:  # a client without a key goes as soon as it sees that one is wanted
-            self.refuse("no key" if self.keys else "bad handshake", "a client's handshake was not finished")
-
 
 def _property(identity: zmq.Frame, name: str) -> str:
     """What libzmq knows of the connection that a message came from: User-Id is its key."""
@@ -359,13 +332,3 @@ def _property(identity: zmq.Frame, name: str) -> str:
         return str(identity.get(name))
     except zmq.ZMQError:
         return ""
-
-
-def _cut(descriptor: int) -> None:
-    """Shut a connection down that libzmq has accepted: it knows no limit of its own."""
-    with suppress(OSError):
-        accepted = socket.socket(fileno=descriptor)
-        try:
-            accepted.shutdown(socket.SHUT_RDWR)
-        finally:
-            accepted.detach()

@@ -65,8 +65,8 @@ class Server:
         self.failures = Failures(self.access, self.keeper)
         self.intake = Intake(self.keeper, self.access, self.peers, self.failures, self.updates)
         self.welcomes = Welcomes(
-            self.keeper, self.peers, self.intake, self.updates, self.failures, inference=inference,
-            extras=extras or {}, history=history,
+            self.keeper, self.peers, self.access.connections, self.intake, self.updates, self.failures,
+            inference=inference, extras=extras or {}, history=history,
         )  # fmt: skip
         self._stopping, self._started = False, clock.monotonic()
         self._handlers: dict[type, Callable[[Peer, Any], m.Message | None]] = {
@@ -136,7 +136,7 @@ class Server:
         """Decode a message, check who sent it, and do what it asks for. Raises what is wrong with it."""
         if address[0] is self.public:
             try:
-                request.owner = self.access.admit(request.identity)
+                request.owner = self.access.admit(request.identity, frames)
             except Refused:
                 self.peers.pop(address, None)
                 raise

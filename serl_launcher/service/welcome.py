@@ -12,7 +12,7 @@ from serl_client import messages as m
 from serl_client.errors import Refused, Replaced, ServerFailed
 from serl_client.spec import Spec
 
-from serl_launcher.service.access import CONNECTIONS
+from serl_launcher.service.connections import CONNECTIONS, Connections
 from serl_launcher.service.failures import Failures, Request
 from serl_launcher.service.intake import MAX_UNACKNOWLEDGED, Intake
 from serl_launcher.service.keeper import StoreKeeper
@@ -31,10 +31,11 @@ class Welcomes:
     """
 
     def __init__(
-        self, keeper: StoreKeeper, peers: dict[Address, Peer], intake: Intake, updates: StateUpdates,
-        failures: Failures, *, inference: str, extras: Mapping[str, Any], history: int,
+        self, keeper: StoreKeeper, peers: dict[Address, Peer], connections: Connections, intake: Intake,
+        updates: StateUpdates, failures: Failures, *, inference: str, extras: Mapping[str, Any], history: int,
     ) -> None:  # fmt: skip
         self._keeper, self._peers, self._intake, self._updates = keeper, peers, intake, updates
+        self._connections = connections
         self._failures, self._inference, self._extras, self._history = failures, inference, extras, history
         self.over_because = ""  # why no actor is let in any more
         self._waiting: list[tuple[Peer, Request]] = []  # for their sessions to be durable
@@ -43,8 +44,6 @@ class Welcomes:
         """Make the sender of a Hello a peer. None: its Welcome follows when its sessions are durable (`send`)."""
         store, owner = self._keeper.store, request.owner
         check_hello(hello, owner, run=store.run if store else "")
-        if len(self._peers) >= CONNECTIONS and address not in self._peers:
-            raise ServerFailed(f"the learner has {CONNECTIONS} clients already: wait until one has left")
         if hello.role == "actor":
             if self.over_because:
                 raise Refused(self.over_because)
@@ -52,12 +51,26 @@ class Welcomes:
             if not self._keeper.ready.staged:
                 self._check_outranked(hello)
             self._drop_echoes(address, hello)
-        peer = self._peers[address] = Peer(*address, hello, owner, clock.monotonic())
+        if owner is not None:
+            self._connections.welcome(request.identity, owner.name)
+        if address not in self._peers:
+            self._make_room()
+        peer = self._peers[address] = Peer(*address, replace(hello, spec=None), owner, clock.monotonic())
         self._updates.missing.pop(hello.actor, None)
         if hello.role == "actor" and self._keeper.ready.staged:
             self._waiting.append((peer, request))
             return None
         return self._welcome(peer)
+
+    def _make_room(self) -> None:
+        """Forget clients without a connection if there are too many. Raises ServerFailed if they still are."""
+        if len(self._peers) >= CONNECTIONS:
+            living = set(self._connections.names.values())
+            for other, peer in list(self._peers.items()):
+                if peer.owner is not None and peer.identity not in living:
+                    del self._peers[other]
+        if len(self._peers) >= CONNECTIONS:
+            raise ServerFailed(f"the learner has {CONNECTIONS} clients already: wait until one has left")
 
     def _drop_echoes(self, address: Address, hello: m.Hello) -> None:
         """Forget connections of this session that have said nothing but Hello: it has come again, so they broke."""

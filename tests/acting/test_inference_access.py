@@ -75,6 +75,15 @@ def test_the_inference_process_lets_in_and_refuses_as_the_server_does(keys, answ
     assert inference.server.report()["refusals"] == {"role": 2, "no key": 1, "revoked key": 2}
 
 
+def test_what_a_connection_asked_is_forgotten_when_it_ends(inference, spec):
+    there = inference(rlpd(spec)).start()  # without weights nobody is answered
+    with Connection(there.address, m.Hello(m.PROTOCOL, "actor", "left")) as left:
+        left.hello(PATIENCE)
+        left.send(m.InferenceRequest(0, 1, True, False, "", {STATE: np.zeros(8, np.float32)}))
+        until(lambda: there.server._waiting)
+    until(lambda: not there.server._waiting)
+
+
 def test_the_inference_process_answers_a_hello_so_that_nobody_takes_it_for_mute(answering, spec):
     address = answering().address
     with Connection(address, m.Hello(m.PROTOCOL, "actor", "arm", spec=spec.to_dict())) as link:

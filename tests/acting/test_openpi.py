@@ -310,6 +310,24 @@ def test_the_bridge_ends_though_nobody_answers_a_question(bridged, client):
     assert bridge.report()["openpi"]["connections"] == 0
 
 
+HANDSHAKE = (
+    b"GET / HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize("said", [b"", HANDSHAKE], ids=["silent", "idle"])
+def test_idle_sockets_of_another_address_take_the_place_of_nobody(bridged, client, said):
+    _, bridge, address = bridged(Counting())
+    with ExitStack() as stack:
+        for _ in range(128):
+            idle = stack.enter_context(socket.create_connection(address, PATIENCE, ("127.0.0.2", 0)))
+            idle.sendall(said)
+        until(lambda: refusals(bridge).get("too many connections", 0) >= 64)
+        for count in range(20):
+            assert client(address).act(count).tolist() == [[1, count * 8]]
+
+
 def test_no_more_connections_than_the_limit_are_served(bridged, client, monkeypatch):
     monkeypatch.setattr(module, "CONNECTIONS", 2)
     _, bridge, address = bridged(Counting())

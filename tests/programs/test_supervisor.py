@@ -53,6 +53,19 @@ def test_inference_that_works_and_then_fails_again_and_again_ends_the_run(deaths
     assert (sentence in caplog.text) == bool(given_up)
 
 
+def test_only_the_server_has_a_limit_of_memory(tmp_path, monkeypatch):
+    program = tmp_path / "program"
+    program.write_text('#!/bin/sh\nulimit -d > "$4/limit of $3"\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(supervisor.sys, "executable", str(program))
+    family = supervisor.Supervisor(tmp_path, f"ipc://{tmp_path}/local", [])
+    for name in ("server", "inference"):
+        family._start(name)
+        assert family._children[name].wait() == 0
+    assert (tmp_path / "limit of server").read_text() == f"{supervisor.SERVER_BYTES >> 10}\n"
+    assert (tmp_path / "limit of inference").read_text() == "unlimited\n"
+
+
 def test_a_child_is_killed_with_its_parent():
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:

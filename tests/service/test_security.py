@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import resource
 import shutil
 import socket
 
@@ -9,12 +10,15 @@ import pytest
 from serl_client import ConfigError, Outcome
 from serl_client import messages as m
 from serl_client.connection import Connection
-from serl_client.errors import Disconnected, Refused, VersionMismatch
+from serl_client.errors import Disconnected, Refused, ServerFailed, VersionMismatch
 from serl_client.keys import Key, known_as
 
 from serl_launcher.service import access as module
+from serl_launcher.service import connections
 from serl_launcher.service.access import BAD_MESSAGES, CAUSES
+from serl_launcher.service.connections import CONNECTIONS
 from serl_launcher.service.updates import MISSING
+from tests.faults.fuzzing import hostile
 from tests.shared.clients import RawActor, push_of
 from tests.shared.common import PATIENCE, until
 from tests.shared.data import make_segment
@@ -317,17 +321,56 @@ def test_more_messages_within_a_second_than_allowed_are_dropped_and_counted(serv
 
 
 @pytest.mark.parametrize("has_keys", [False, True])
-def test_more_connections_than_allowed_are_cut_and_the_first_ones_stay(keys, serve, monkeypatch, has_keys):
-    monkeypatch.setattr(module, "CONNECTIONS", 3)
-    served = serve(keys=keys if has_keys else None)
-    with served.link("viewer", "eye", key="eye" if has_keys else None) as link, contextlib.ExitStack() as stack:
-        link.call(m.Status(), PATIENCE)
-        for _ in range(20):  # they say nothing, like a scan of ports
-            stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
-        until(lambda: served.refusals().get("too many connections", 0) == 18)
-        assert link.call(m.Status(), PATIENCE).report["connections"] <= 3
+def test_whoever_says_nothing_takes_the_place_of_nobody_else(keys, serve, has_keys):
+    """A thousand silent sockets of one address, while twenty clients of another one come."""
+    served, key = serve(keys=keys if has_keys else None), "eye" if has_keys else None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with served.link("viewer", "eye", key=key) as first, contextlib.ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        first.call(m.Status(), PATIENCE)
+        for count in range(1000):
+            silent = socket.create_connection(("127.0.0.1", served.port), PATIENCE, ("127.0.0.2", 0))
+            stack.enter_context(silent)
+            if count % 50 == 0:
+                link = stack.enter_context(served.link("viewer", f"eye/{count}", key=key))
+                assert until(lambda link=link: link.call(m.Status(), PATIENCE)).report["connections"] <= 2 * CONNECTIONS
+        until(lambda: served.refusals().get("too many connections", 0) >= 1000 - CONNECTIONS)
+        first.call(m.Status(), PATIENCE)
     until(lambda: served.report()["connections"] == 0)
-    look(served)
+
+
+def test_of_too_many_clients_the_newest_of_the_key_with_most_goes_and_newcomers_of_that_key_are_told(
+    keys, serve, monkeypatch
+):
+    monkeypatch.setattr(connections, "CONNECTIONS", 3)
+    served = serve(keys=keys)
+    with contextlib.ExitStack() as stack:
+        left = [stack.enter_context(served.link("viewer", f"left/{number}", key="left")) for number in range(4)]
+        for link in left[:3]:
+            link.call(m.Status(), PATIENCE)
+        with pytest.raises(ServerFailed, match="3 clients already"):
+            left[3].call(m.Status(), PATIENCE)
+        left[3].close()
+        eye = stack.enter_context(served.link("viewer", "eye", key="eye"))
+        eye.call(m.Status(), PATIENCE)
+        until(lambda: left[2].receive() is None and not left[2].connected)
+        assert all(link.call(m.Status(), PATIENCE) for link in (left[0], left[1], eye))
+
+
+@pytest.mark.parametrize("limit", ["STRANGER_BYTES", "GUEST_BYTES"])
+def test_a_message_that_never_ends_is_cut_before_it_takes_the_memory(serve, monkeypatch, limit):
+    monkeypatch.setattr(connections, limit, 2 << 20)
+    served = serve()
+    with served.link("viewer", "eye") as link, hostile.Peer(served.port) as peer:
+        link.call(m.Status(), PATIENCE)
+        assert limit == "STRANGER_BYTES" or (peer.send(hostile.VALID) and peer.read())
+        part, sent = hostile.frame(bytes(1 << 16), hostile.MORE), 0
+        while sent < 1 << 30 and peer.send(part):
+            sent += len(part)
+        assert sent < 1 << 30
+        assert served.refusals() == {"too much unread": 1}
+        link.call(m.Status(), PATIENCE)
 
 
 def test_clients_that_come_and_go_leave_nothing_that_grows(serve, spec):
@@ -337,7 +380,7 @@ def test_clients_that_come_and_go_leave_nothing_that_grows(serve, spec):
         served.link("actor", f"arm{number}", spec=spec).close()
     server.updates.missing.update({f"gone{number}": 0.0 for number in range(10 * MISSING)})
     until(lambda: len(server.updates.missing) <= MISSING)
-    limit = 4 * module.CONNECTIONS
+    limit = 4 * CONNECTIONS
     for number in range(2 * limit):
         server.access._peer(b"%d" % number)
     assert len(server.access._peers) == limit
