@@ -170,7 +170,7 @@ def bound(
     for setting, value in (
         (zmq.LINGER, 0), (zmq.MAXMSGSIZE, wire.MAX_ARRAY), (zmq.ROUTER_MANDATORY, 0), (zmq.SNDHWM, 64),
         (zmq.RCVHWM, QUEUE), (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 10), (zmq.TCP_KEEPALIVE_INTVL, 5),
-        (zmq.TCP_KEEPALIVE_CNT, 3),
+        (zmq.TCP_KEEPALIVE_CNT, 3), (zmq.BACKLOG, 1024),
     ):  # fmt: skip
         socket.setsockopt(setting, value)
     prepare(socket)
