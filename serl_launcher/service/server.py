@@ -130,7 +130,10 @@ class Server:
         if isinstance(request.message, m.NUMBERED) and isinstance(answer, m.Done | m.Failed):
             answer = replace(answer, request=request.message.request)
         if answer is not None:
-            send(socket, request.identity.bytes, answer)
+            try:
+                send(socket, request.identity.bytes, answer)
+            except Exception as error:  # no mistake of the client's
+                raise RuntimeError(f"the answer cannot be encoded: {error}") from error
 
     def _handle(self, address: Address, request: Request, frames: Sequence[wire.Buffer]) -> m.Message | None:
         """Decode a message, check who sent it, and do what it asks for. Raises what is wrong with it."""
