@@ -1,7 +1,8 @@
 """Makes a robot, its cameras, its judge and its teleoperation one environment (RobotEnv) with a fixed control rate."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 from serl_client import clock
@@ -11,17 +12,20 @@ from serl_client.errors import RobotFault
 from serl_client.spec import Array, Feature, Spec
 
 from robot_infra.alignment import AGE, IMAGES, Alignment
-from robot_infra.interfaces import STAGE, Camera, Judge, Operator, Robot, Teleop
+from robot_infra.interfaces import STAGE, Camera, Judge, Operator, Robot, Teleop, Verdict
 from robot_infra.intervention import HANDOVER, POLICY_ACTION, Intervention, policy_action
 from robot_infra.pace import Pace
 from robot_infra.safety import check_guarded
 from robot_infra.spaces import understood
+
+log = logging.getLogger(__name__)
 
 
 class RobotEnv(Closing):
     """Implements serl_client.env.Env over a robot; a context manager, so that every way out stops the robot.
 
     judge: gives reward and success; only it terminates an episode. Its success counts once the episode has ended.
+    An error of the judge ends the episode, which is cut off before that step; the next one begins as usual.
     task: in words. fps: steps per second. max_steps: an episode of so many steps is truncated.
     clock: "real": a step lasts 1/fps seconds (see Pace). "simulated": nothing waits.
     teleop: the device of the human; None: nobody can take over.
@@ -54,6 +58,7 @@ class RobotEnv(Closing):
         self.observed = 0.0
         self._max_steps = max_steps
         self._steps = 0
+        self._failure = ""  # why the judge says nothing of this episode
         self._homed: int | None = None  # the seed that the robot went home for
         self._ages: dict[str, Array] = {}  # of the latest observation
         self._executed: Array | None = None  # in the step before
@@ -81,7 +86,9 @@ class RobotEnv(Closing):
         while not self.is_home:
             clock.sleep(self._pace.period)
         self._homed, self._steps, self._executed = None, 0, None
-        self.judge.reset()
+        self._failure = ""
+        with self._judging():
+            self.judge.reset()
         self._alignment.wait(clock.monotonic())
         self._pace.begin()
         observation, _, stale = self._observe()
@@ -107,15 +114,17 @@ class RobotEnv(Closing):
             extras[POLICY_ACTION] = policy_action(action, executed)
         if HANDOVER in self.spec.extras:
             extras[HANDOVER] = np.array(self._intervention.is_handover)
-        verdict = self.judge(observation)
+        verdict = Verdict(0.0, terminated=False, success=None)
+        with self._judging():
+            verdict = self.judge(observation)
         if STAGE in self.spec.extras:
             extras[STAGE] = np.array(verdict.stage or 0)
         self._steps += 1
         truncated = self._steps >= self._max_steps and not verdict.terminated
         success = verdict.success if verdict.terminated or truncated else None
         return Step(
-            observation, verdict.reward, executed, is_theirs, verdict.terminated, truncated, success, extras, stale,
-            self._intervention.is_driven,
+            observation, verdict.reward, executed, is_theirs, verdict.terminated, truncated, success, extras,
+            stale or self._failure, self._intervention.is_driven,
         )  # fmt: skip
 
     def stop(self) -> None:
@@ -133,6 +142,17 @@ class RobotEnv(Closing):
                 if part is not None:
                     stack.callback(part.close)
             self.stop()
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """Take an error of the judge for the reason why this episode ends."""
+        try:
+            yield
+        except RobotFault:
+            raise
+        except Exception as error:
+            self._failure = f"the judge {type(self.judge).__name__} failed: {type(error).__name__}: {error}"
+            log.error("%s", self._failure, exc_info=error)
 
     def _observe(self) -> tuple[Observation, Array | None, str]:
         """Return state and images, the action [A] that the arm itself made of the latest one, and what is stale."""

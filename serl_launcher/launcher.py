@@ -14,9 +14,6 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -28,6 +25,7 @@ from serl_client.lockfile import lock_folder
 from serl_launcher.config import saved
 from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import FINISH_S, recorded, wanted
+from serl_launcher.error_log import ERRORS, first_line, write_traceback
 from serl_launcher.service.access import AllowList, check_address
 from serl_launcher.service.link import report_end
 from serl_launcher.service.sockets import SERVER, socket_folder
@@ -40,7 +38,6 @@ from serl_launcher.training.plan_reader import plan_of
 
 log = logging.getLogger(__name__)
 
-ERRORS = "errors.log"  # in the run's folder: the tracebacks of unforeseen errors
 NEEDED = ("torch", "safetensors", "matplotlib", "websockets")  # of the extra `learner`
 NEEDED_BY_RANKS = ("accelerate", "deepspeed")  # of the extra `vla`
 
@@ -194,7 +191,7 @@ def child(name: str, run_dir: str, local: str) -> int:
     except Exception as error:
         status, reason = _failed(name, Path(run_dir), local, error)
         sys.stderr.write(f"{name}: {reason}\n" if reason else "")  # rank 0 says what all refuse
-        if reason and name != "server" and local and (status == REFUSED or name == "trainer"):
+        if reason and name not in ("server", "export") and local and (status == REFUSED or name == "trainer"):
             report_end(local, f"{name}: {reason}")
         return status
     return 0
@@ -206,17 +203,15 @@ def _failed(name: str, run_dir: Path, local: str, error: Exception) -> tuple[int
         return REFUSED, str(error)
     if (full := full_disk(error)) is not None:
         return REFUSED, f"{full}: make room for {run_dir}, then give the same command again"
-    first = (str(error).splitlines() or ["no reason given"])[0]
     if "RANK" in os.environ and any(word in str(error) for word in ("gloo", "NCCL")):
-        return 1, f"rank {os.environ['RANK']} lost another: {first}"
-    with suppress(OSError), open(run_dir / ERRORS, "a") as file:
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {name}\n{''.join(traceback.format_exception(error))}\n")
+        return 1, f"rank {os.environ['RANK']} lost another: {first_line(error)}"
+    write_traceback(run_dir, name, error)
     is_vain = (  # another start would fail as this one did; a disk may work again
         name in ("server", "inference")
         and not isinstance(error, OSError | sqlite3.Error)
         and not begun_file(name, local).exists()
     )
-    return REFUSED if is_vain else 1, f"it failed: {type(error).__name__}: {first} (where: {run_dir / ERRORS})"
+    return REFUSED if is_vain else 1, f"it failed: {first_line(error)} (where: {run_dir / ERRORS})"
 
 
 if __name__ == "__main__":

@@ -26,6 +26,13 @@ GIVING_UP = (
     "%s ended %s: giving up, the log above says why. Nothing that was stored is lost: mend that, and give the "
     "same command again"
 )
+GOING_ON = "%s ended %s: the run goes on, the log above says why. %s"
+WITHOUT = {  # process that a run can live without: what becomes of its work
+    "importer": "What is not imported yet comes with the next start of the same command",
+    "export": "`tools/data.py export` writes what is in no dataset yet",
+}
+WAITED_FOR = "It is started again every minute. Actors whose source is full wait for it, and say so"
+AGAIN_S = 60.0  # seconds between two starts of an export process that an archived source waits for
 
 
 class Supervisor:
@@ -33,7 +40,7 @@ class Supervisor:
 
     run_dir: where each process finds config.yaml. first: the processes to start at once.
     local: the ipc address at which the server listens; empty where there is no server (a node beyond the first).
-    archives: whether episodes stay in the store until they are exported, so that the run needs the export process.
+    archives: whether episodes stay in the store until they are exported, so that the export process is never left out.
     export_s: seconds that the export process takes at most for the last episodes, once it is told to end.
     """
 
@@ -46,6 +53,8 @@ class Supervisor:
         self._failures: deque[float] = deque(maxlen=FAILURES)  # when inference failed by itself
         self._vain: defaultdict[str, int] = defaultdict(int)  # starts in succession that came to nothing
         self._children: dict[str, subprocess.Popen] = {}
+        self._spared: set[str] = set()  # that the run goes on without
+        self._start_at: dict[str, float] = {}  # when a process that ends again and again is started again
         self._signalled = False
 
     def run(self) -> int:
@@ -84,28 +93,46 @@ class Supervisor:
     def _ended(self, name: str, status: int) -> int | None:
         """Go on after a process has ended; return the exit status if the run is over with it."""
         if name == "importer" and status == 0:
-            del self._children[name]
-            for other in LEARNING:
-                self._start(other)
-            return None
-        if name == "export" and status == REFUSED and not self._archives:
-            del self._children[name]  # it has said why, and nothing needs it
-            return None
-        if name == "trainer" or status == REFUSED:
+            self._leave_out(name)
+        elif name == "trainer" or (status == REFUSED and name != "export"):
             return 1 if status else 0
-        if how := self._hopeless(name, status):
-            if name == "export":
-                return None  # shards can wait: the export is started again when the minute is over
-            log.error(GIVING_UP, name, how)
-            return 1
-        self._restarts[name].append(time.monotonic())
-        log.warning("%s ended with status %d: starting it again", name, status)
-        self._start(name)
+        elif name in self._start_at:
+            if time.monotonic() >= self._start_at[name]:
+                del self._start_at[name]
+                self._start(name)
+        elif how := self._hopeless(name, status):
+            if name not in WITHOUT:
+                log.error(GIVING_UP, name, how)
+                return 1
+            self._go_on_without(name, how)
+        else:
+            self._restarts[name].append(time.monotonic())
+            log.warning("%s ended with status %d: starting it again", name, status)
+            self._start(name)
         return None
+
+    def _go_on_without(self, name: str, how: str) -> None:
+        """Go on without a process. The export that an archived source waits for is started again, later."""
+        is_needed = name == "export" and self._archives
+        if name not in self._spared:
+            log.error(GOING_ON, name, how, WAITED_FOR if is_needed else WITHOUT[name])
+        self._spared.add(name)
+        if is_needed:
+            self._start_at[name] = time.monotonic() + AGAIN_S
+        else:
+            self._leave_out(name)
+
+    def _leave_out(self, name: str) -> None:
+        """Forget a process that has done its work, or whose work is left undone."""
+        del self._children[name]
+        for other in LEARNING if name == "importer" else ():
+            self._start(other)
 
     def _hopeless(self, name: str, status: int) -> str:
         """Count this end of a process. Return how often it has ended if another start is in vain, else nothing."""
         now, recent = time.monotonic(), self._restarts[name]
+        if status == REFUSED or name in self._spared:
+            return "and refuses to start"
         self._vain[name] = 0 if begun_file(name, self._local).exists() else self._vain[name] + 1
         if name == "inference" and status not in KILLED:
             self._failures.append(now)

@@ -11,7 +11,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from websockets.http11 import Request, Response
 
 from serl_launcher.acting import openpi
 from serl_launcher.acting.host import Answer, PolicyHost, Question
+from serl_launcher.error_log import ERRORS, first_line, write_traceback
 from serl_launcher.service.access import REMEDIES, AllowList, RefusalCount, check_address
 from serl_launcher.service.peers import GRANTS
 from serl_launcher.service.places import Places
@@ -62,11 +62,12 @@ class Bridge:
 
     def __init__(
         self, host: PolicyHost, address: tuple[str, int], keys: Mapping[str, str], allowed: Path | None,
-        ask: Callable[[Question], None],
+        ask: Callable[[Question], None], run_dir: Path,
     ) -> None:  # fmt: skip
         """Raises ConfigError for an address that needs keys, or for `keys` (bridge.keys) that do not fit the robot.
 
         allowed: the folder of tools/keys.py, of which each client needs an Api-Key; None: everybody is let in.
+        run_dir: the run's folder, for the traceback of what ends the bridge.
         """
         check_address(f"tcp://{address[0]}:{address[1]}", allowed, "bridge.host")
         if host.acting.history > 1:
@@ -87,13 +88,13 @@ class Bridge:
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._unanswered: set[asyncio.Future[Answer]] = set()
-        self._ended: Future[None] = Future()
+        self._trouble = ""  # why it serves nobody
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Listen, once there are weights: before that a client of openpi waits by itself. May be called again.
 
-        Raises ConfigError if it cannot listen on its address.
+        Where it cannot listen on its address, it says so once, and the next call tries again.
         """
         if self._thread is not None:
             return
@@ -101,19 +102,19 @@ class Bridge:
             family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
             listening = socket.create_server(self._address, family=family)
         except (OSError, OverflowError) as error:
-            host, port = self._address
-            raise ConfigError(
-                f"the bridge cannot listen on {host}:{port} ({getattr(error, 'strerror', None) or error}): choose "
-                "another bridge.port=..."
-            ) from None
+            if not self._trouble:
+                host, port = self._address
+                self._trouble = f"it cannot listen on {host}:{port} ({getattr(error, 'strerror', None) or error})"
+                log.error("the bridge serves nobody: %s; it tries again. Or choose another bridge.port=", self._trouble)
+            return
+        self._trouble = ""
         self._thread = threading.Thread(target=self._run, args=(listening,), name="bridge", daemon=True)
         self._thread.start()
 
     def report(self) -> dict[str, Any]:
-        """Return the report for the heartbeat. Raises what ended the thread."""
-        if self._ended.done():
-            self._ended.result()
-        return {"openpi": {"connections": len(self.places.guests), **self.refusals.report}}
+        """Return the report for the heartbeat, with why it serves nobody, if so."""
+        trouble = {"trouble": self._trouble} if self._trouble else {}
+        return {"openpi": {"connections": len(self.places.guests), **trouble, **self.refusals.report}}
 
     def close(self) -> None:
         """Close all connections, and end the thread. May be called twice."""
@@ -128,9 +129,10 @@ class Bridge:
     def _run(self, listening: socket.socket) -> None:
         try:
             self._loop.run_until_complete(self._listen(listening))
-            self._ended.set_result(None)
-        except BaseException as error:
-            self._ended.set_exception(error)
+        except Exception as error:  # our own actors are still answered
+            self._trouble = first_line(error)
+            write_traceback(self._run_dir, "bridge", error)
+            log.error("the bridge has ended: %s (where: %s)", self._trouble, self._run_dir / ERRORS)
 
     async def _listen(self, listening: socket.socket) -> None:
         silent = logging.Logger("bridge", logging.CRITICAL + 1)  # it would write a traceback for each broken handshake
@@ -283,10 +285,10 @@ def address_of(connection: ServerConnection) -> str:
     return str((connection.remote_address or ("",))[0])
 
 
-def bridge_of(config: DictConfig, host: PolicyHost, ask: Callable[[Question], None]) -> Bridge | None:
+def bridge_of(config: DictConfig, host: PolicyHost, ask: Callable[[Question], None], run_dir: Path) -> Bridge | None:
     """Return the bridge that `config.bridge` describes; None if it has no port. Raises what Bridge raises."""
     if config.bridge.port is None:
         return None
     keys: Any = OmegaConf.to_container(config.bridge)
     address = config.bridge.host, config.bridge.port
-    return Bridge(host, address, keys["keys"] or {}, Path(config["keys"]) if config["keys"] else None, ask)
+    return Bridge(host, address, keys["keys"] or {}, Path(config["keys"]) if config["keys"] else None, ask, run_dir)

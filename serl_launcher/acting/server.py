@@ -260,7 +260,7 @@ def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], Non
             PolicyHost(build(config, spec), spec, device), run_dir / "weights",
             f"tcp://{config.host}:{config.inference_port}", keys=Path(config["keys"]) if config["keys"] else None,
         )  # fmt: skip
-        bridge = bridge_of(config, server.host, server.ask)
+        bridge = bridge_of(config, server.host, server.ask, run_dir)
         stopped: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
         beat = 0.0

@@ -21,9 +21,8 @@ from serl_client.lockfile import lock_folder
 from serl_client.spec import Spec
 
 from serl_launcher.datasets import recording, shards
-from serl_launcher.datasets.episodes import Mismatch
 from serl_launcher.datasets.exporter import Exporter
-from serl_launcher.datasets.names import INSTALL, MANIFEST
+from serl_launcher.datasets.names import INSTALL, LEFT_OUT, MANIFEST
 from serl_launcher.replay.verdicts import rewards_of_run
 from serl_launcher.service.link import connect, wait_for_spec
 from serl_launcher.store.index import Index
@@ -36,7 +35,7 @@ ROOM = "serl_launcher.datasets"  # whose log tells how far an export is
 SOURCES = ("archived", "all")
 NICE = 10  # priority below the trainer's
 POLL_S = 0.25  # seconds between two looks for new episodes
-RETRY_S = 5.0  # seconds to wait after a full disk, or a shard that differs from the store
+RETRY_S = 5.0  # seconds to wait after a full disk
 FINISH_S = 60.0  # seconds that the end of a run waits for the rest
 MOST_TOLD = 500  # episodes in one message to the server
 NO_COMMANDS = 1 << 53  # revision that no command reaches: the trainer takes them
@@ -101,7 +100,8 @@ def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) 
         exporter.update(rows)
         while exporter.work(rest=True):
             pass
-        return sorted(path.parent for path in exporter.folder.glob(f"*/*/{MANIFEST}"))
+        folders = (path.parent for path in exporter.folder.glob(f"*/*/{MANIFEST}"))
+        return sorted(folder for folder in folders if folder.suffix != LEFT_OUT)
 
 
 # -- the process
@@ -120,7 +120,11 @@ def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
         if (spec := wait_for_spec(link, stopping=lambda: bool(signalled))) is None:
             return
         client = _Client(link)
-        made = [recording.Recordings(run_dir, spec, episodes=config.record, live=config.live)] * recorded(config)
+        made = list[recording.Recordings]()
+        try:
+            made += [recording.Recordings(run_dir, spec, episodes=config.record, live=config.live)] * recorded(config)
+        except ConfigError as error:  # pictures for people must not keep episodes in the store
+            log.error("%s; nothing is recorded", error)
         run = link.welcome.run if link.welcome else ""
         exporter = Exporter(
             run_dir, run, spec, plan.capacities, names, config.export.episodes, made, verdict=plan.verdict
@@ -141,6 +145,7 @@ class _Client:
         self.link = link
         self._revision = 0
         self._next_beat = self._next_hear = 0.0
+        self._complaint = ""
 
     def step(self, exporter: Exporter, *, rest: bool) -> bool:
         """Ask the server what is new, write at most one shard, and tell the server. Waits if nothing is due, unless the
@@ -157,8 +162,10 @@ class _Client:
             log.info("export: waiting for the server: %s", error)
             clock.sleep(POLL_S)
             return True
-        except (OSError, Mismatch) as error:
-            log.error("export: %s; it is tried again", error)
+        except OSError as error:
+            if str(error) != self._complaint:
+                log.error("export: %s; it is tried again", error)
+            self._complaint = str(error)
             clock.sleep(RETRY_S)
             return True
         if not worked and not rest:

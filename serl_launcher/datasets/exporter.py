@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from serl_client import clock
-from serl_client.errors import ConfigError, RetakeError
+from serl_client.errors import ConfigError, full_disk
 from serl_client.spec import Spec
 
 from serl_launcher.datasets import shards
 from serl_launcher.datasets.episodes import EpisodeReader, Gone, Rows
-from serl_launcher.datasets.names import MANIFEST
+from serl_launcher.datasets.names import LEFT_OUT, MANIFEST
+from serl_launcher.error_log import ERRORS, first_line, write_traceback
 from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import EpisodeInfo, Held
 from serl_launcher.store.aside import is_aside
@@ -26,6 +27,7 @@ from serl_launcher.store.layout import Layout
 log = logging.getLogger(__name__)
 
 TELL_S = 2.0  # seconds between two lines of progress at the end of a run
+QUIET_S = 10.0  # seconds between two log lines about episodes that fail
 Sink = Callable[[EpisodeInfo, Callable[[], Rows], Spec], None]
 
 
@@ -36,6 +38,7 @@ class Exporter:
     capacities: {source: steps} of all sources. sources: those to export. count: episodes in a shard.
     sinks: each is called as sink(info, rows, spec) once per closed episode of any source. rows() reads the episode, or
     raises Gone. A new Exporter shows the episodes again; a sink finds what it made before.
+    An episode that fails, whatever the error is, is left out and named in the run's errors.log; the others go on.
     committed: {source: (tail, head)} of the index, for a run whose server is stopped.
     verdict: rewards of the operator's verdicts.
 
@@ -62,6 +65,7 @@ class Exporter:
         self._stale: set[Path] = set()  # shards that differ from the store
         self._unseen: dict[int, None] = {}  # to be shown to the sinks, in this order
         self._written, self._all, self._told = 0, 0, clock.monotonic()
+        self._quiet_until = 0.0
         self._phases: dict[str, int] = {}  # phase -> its first episode
         self._settled: set[int] = set()  # may leave the store, and the server does not know
         self._shard: dict[int, Path] = {}  # episode -> its shard
@@ -121,7 +125,8 @@ class Exporter:
         """Decide what a closed episode needs: a shard, its shard again, or nothing."""
         number = info.number
         if number in self._shard:
-            if self._differs(info) and not is_aside(info):  # what a shard holds an operator alone takes out
+            is_left_out = self._shard[number].suffix == LEFT_OUT
+            if self._differs(info) and not (is_left_out or is_aside(info)):  # an operator alone takes out what is in
                 self._stale.add(self._shard[number])
                 self._settled.discard(number)  # it stays in the store until its shard was written again
         elif info.discard:
@@ -164,7 +169,7 @@ class Exporter:
         """Write the next shard, or show the next episode to the sinks. Returns False if nothing is due.
 
         rest: the run is over, so fewer than `count` episodes make a shard, too.
-        Raises OSError if the disk is full, and Mismatch if a shard reads back otherwise than it was written.
+        Raises OSError if the disk is full, or takes nothing.
         """
         if rest and not self.rest and self.remaining:
             self._written, self._all = 0, self.remaining
@@ -189,14 +194,16 @@ class Exporter:
             return True
         for source, pending in self._pending.items():
             if numbers := self._due(source, sorted(pending), self.rest):
-                self._write(self._free(self.folder / source / f"{numbers[0]:06d}-{numbers[-1]:06d}"), source, numbers)
+                self._write(source, numbers)
                 return True
         if self._stale:
             shard = min(self._stale)
             try:
                 self._rewrite(shard)
-            except ConfigError as error:  # somebody has moved the shard away
-                self._is_away(shard, error)
+            except Exception as error:  # such as: somebody has moved the shard away
+                if isinstance(error, Gone) or full_disk(error):
+                    raise
+                self._give_up(shard, error)
             self._stale.discard(shard)
             return True
         return False
@@ -206,14 +213,24 @@ class Exporter:
         is_strange = shard.exists() and not (shard / MANIFEST).exists()
         return self._free(shard.with_name(shard.name + "~")) if is_strange else shard
 
-    def _is_away(self, shard: Path, error: ConfigError) -> None:
-        """Give up the new verdicts of a shard that was moved away. Steps that it lacks go into a new one."""
-        log.warning("export: what was judged anew stays as it was: %s", error)
+    def _give_up(self, shard: Path, error: Exception) -> None:
+        """Give up the new verdicts of a shard that cannot be made again. Steps that it lacks go into a new one."""
+        self._note("what was judged anew stays as it was", error)
         for number in [number for number, place in self._shard.items() if place == shard]:
             info, count = self.episodes.get(number), len(shards.VERDICT)
             if info and self._differs(info) and self._mark[number][count:] != shards.mark_now(info)[count:]:
                 del self._shard[number], self._mark[number]
                 self._sort(info)
+            else:
+                self._settled.add(number)
+
+    def _note(self, what: str, error: Exception) -> None:
+        """Put the traceback of an error into the run's errors.log, and say it unless one was said just now."""
+        run_dir = self.folder.parent
+        write_traceback(run_dir, f"export: {what}", error)
+        if clock.monotonic() >= self._quiet_until:
+            self._quiet_until = clock.monotonic() + QUIET_S
+            log.error("export: %s: %s (where: %s)", what, first_line(error), run_dir / ERRORS)
 
     def _due(self, source: str, pending: list[int], rest: bool) -> list[int]:
         """Return the numbers for the next shard of a source. Fewer than `count` make one at the end of the run, and
@@ -225,24 +242,52 @@ class Exporter:
         return pending[: self.count] if whole else []
 
     def _show(self, info: EpisodeInfo) -> None:
-        """Call the sinks with an episode. A sink that fails for good is dropped."""
-        for sink in list(self.sinks):
+        """Call the sinks with an episode."""
+        for sink in self.sinks:
             try:
                 sink(info, lambda: self._readers[info.source].rows(info), self.spec)
             except Gone:
                 log.info("export: episode %s left the store before it was recorded", info.id)
-            except OSError as error:
-                log.warning("export: episode %s is not recorded: %s", info.id, error)
-            except RetakeError as error:
-                log.warning("export: %s; no more episodes are recorded", error)
-                self.sinks.remove(sink)
-            except Exception:  # pictures for people must not keep episodes in the store
-                log.exception("export: episode %s cannot be recorded; no more episodes are recorded", info.id)
-                self.sinks.remove(sink)
+            except Exception as error:  # pictures for people must not keep episodes in the store
+                self._note(f"episode {info.id} is not recorded", error)
 
-    def _write(self, shard: Path, source: str, numbers: Sequence[int]) -> None:
-        self._make(shard, source, [self.episodes[number] for number in numbers], None)
+    def _write(self, source: str, numbers: Sequence[int]) -> None:
+        """Write a new shard. One that fails is halved until it is known which episodes no shard takes."""
+        shard = self._free(self.folder / source / f"{numbers[0]:06d}-{numbers[-1]:06d}")
+        try:
+            self._make(shard, source, [self.episodes[number] for number in numbers], None)
+        except Exception as error:
+            shards.remove(_part(shard))
+            if isinstance(error, Gone) or full_disk(error):
+                raise
+            if middle := len(numbers) // 2:
+                self._write(source, numbers[:middle])
+                self._write(source, numbers[middle:])
+            else:
+                self._leave_out(self.episodes[numbers[0]], error)
         self._pending[source].difference_update(numbers)
+
+    def _leave_out(self, info: EpisodeInfo, error: Exception) -> None:
+        """Keep an episode that no shard takes beside the shards, so that it may leave the store like the others.
+
+        Raises OSError if that cannot be written either: then the disk is at fault.
+        """
+        folder = self.folder / info.source / f"{info.number:06d}{LEFT_OUT}"
+        part, why = _part(folder), [first_line(error)]
+        shards.remove(part)
+        part.mkdir(parents=True)
+        try:
+            shards.keep(part, self._readers[info.source].rows(info))
+        except (Gone, OSError):
+            raise
+        except Exception as damage:
+            why.append(f"its rows cannot be read ({first_line(damage)})")
+        left_out = [(info, "; ".join(why))]
+        manifest = shards.manifest(self.run, info.source, 1, self.spec, [info.phase], None, 0, [], left_out)
+        (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        shards.place(part, folder)
+        self._adopt(folder, manifest)
+        self._note(f"episode {info.id} is in no dataset, but in {folder}", error)
 
     def _rewrite(self, shard: Path) -> None:
         """Write the next version of a shard: some of its episodes were judged again, or have more steps."""
@@ -274,8 +319,7 @@ class Exporter:
                     yield info, shards.table(info, rows, self.spec, phases)
                 self._tell(before is None)
 
-        part = shard.with_name(shard.name + shards.PART)
-        codec = self._codec
+        part, codec = _part(shard), self._codec
         written = shards.write(part, self.spec, codec, tables())
         if not written:
             self._forget(shard, before, left_out, part)
@@ -322,3 +366,7 @@ class Exporter:
             self._mark.pop(info.number, None)
             if info.discard:
                 self._settled.add(info.number)
+
+
+def _part(folder: Path) -> Path:
+    return folder.with_name(folder.name + shards.PART)

@@ -17,7 +17,7 @@ from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.console import log_as
-from serl_client.episode import Outcome, Segment, Stamp
+from serl_client.episode import MAX_NAME, Outcome, Segment, Stamp
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 
@@ -25,6 +25,7 @@ from serl_launcher.datasets import robomimic
 from serl_launcher.datasets.names import unsaid
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.datasets.robomimic import RobomimicFile
+from serl_launcher.error_log import ERRORS, write_traceback
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.service.link import ask, connect, wait_for_spec
 from serl_launcher.store.directives import DATASET
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 PENDING = 32 << 20  # bytes that may wait for the server; until then they are on the disk twice
 TELL_S = 10.0  # seconds between two lines of progress
+DAMAGED = "importer: "  # begins `judged_by` of an episode that could be read in part only; the reason follows
 PART = re.compile(r"\.part\d+$")  # the store adds it to the id of an episode's part
 OUTSIDE = 0.01  # warn if a larger share of the action's values is outside the run's bounds
 
@@ -60,8 +62,9 @@ def open_datasets(plan: Plan) -> dict[str, Dataset | RobomimicFile]:
 def import_datasets(plan: Plan, run_dir: Path, *, local: str, waits: bool) -> None:
     """Import every dataset of the plan into the run's store. Returns once all of it is durable.
 
+    An episode that cannot be read, or whose rows a store refuses, is left out by name; the others are imported.
     local: the server's address. waits: wait for the first actor's Spec; else a new store gets the first dataset's.
-    Raises ConfigError for a dataset that does not fit the run's Spec, whose rows a store refuses, or has no room.
+    Raises ConfigError for a dataset that does not fit the run's Spec, has no room, or no episode that can be imported.
     """
     datasets = open_datasets(plan)
     with connect(local, "importer") as link:
@@ -74,7 +77,7 @@ def import_datasets(plan: Plan, run_dir: Path, *, local: str, waits: bool) -> No
                 )
             _check_units(name, plan.sources[name].units, dataset.folder, unsaid(dataset.described(spec), spec))
         for name, dataset in datasets.items():
-            _Import(link, name, dataset, spec, local, run_dir / "actors" / f"dataset-{name}").run()
+            _Import(link, name, dataset, spec, local, run_dir).run()
 
 
 def _check_units(source: str, said: str | None, folder: Path | str, asked: Mapping[str, str]) -> None:
@@ -103,10 +106,11 @@ class _Missing:
 
 class _Import:
     def __init__(
-        self, link: Connection, source: str, dataset: Dataset | RobomimicFile, spec: Spec, address: str, folder: Path
+        self, link: Connection, source: str, dataset: Dataset | RobomimicFile, spec: Spec, address: str, run_dir: Path
     ) -> None:
         self._link, self._source, self._dataset, self._spec = link, source, dataset, spec
-        self._address, self._folder = address, folder
+        self._address, self._run_dir, self._folder = address, run_dir, run_dir / "actors" / f"dataset-{source}"
+        self._left_out: dict[int, str] = {}  # index of an episode in the dataset -> why it is not imported
         self._actions = self._outside = self._revision = 0
         self._parts: dict[str, dict[str, EpisodeInfo]] = {}  # id -> {id of a part: part} in the store
 
@@ -122,8 +126,16 @@ class _Import:
             _settle(client)
         with self._client() as client:  # a new session, so the server closes the last episode
             self._await_closed(client)
-        episodes, steps = len(self._dataset.lengths), sum(self._dataset.lengths)
-        log.info("%s: %d episodes, %d steps of %s", self._source, episodes, steps, self._dataset.folder)
+        lengths = [length for index, length in enumerate(self._dataset.lengths) if index not in self._left_out]
+        log.info("%s: %d episodes, %d steps of %s", self._source, len(lengths), sum(lengths), self._dataset.folder)
+        if self._left_out:
+            why = next(iter(self._left_out.values()))
+            if not lengths:
+                raise ConfigError(f"{why}. Mend the dataset or take the episode out of it, and begin in a new run_dir")
+            log.warning(
+                "%s: %d episodes of %s are left out, such as %s (where: %s)",
+                self._source, len(self._left_out), self._dataset.folder, why, self._run_dir / ERRORS,
+            )  # fmt: skip
         if self._outside > OUTSIDE * self._actions:
             share = self._outside / self._actions
             log.warning(
@@ -136,28 +148,38 @@ class _Import:
         for done, entry in enumerate(missing):
             for id in entry.cut:
                 client.push(Outcome(id, None, discard=True))
-            episode = self._dataset.episode(entry.index)
-            if episode.success is not None:
-                client.push(Outcome(entry.id, episode.success))
-            for segment in episode.segments(client.spec, entry.id, stamp):
-                self._push(client, segment, episode.where)
+            for record in self._records(client.spec, entry, stamp):
+                self._push(client, record)
             if clock.monotonic() > told + TELL_S:
                 told = clock.monotonic()
                 log.info("%s: %d of %d episodes of %s", self._source, done, len(missing), self._dataset.folder)
 
-    def _push(self, client: TrainerClient, segment: Segment, where: str) -> None:
+    def _records(self, spec: Spec, entry: _Missing, stamp: Stamp) -> Iterator[Segment | Outcome]:
+        """Yield what the store is to know of an episode. One that fails is left out; what came of it is discarded."""
+        where, has_begun = f"episode {entry.index} of {self._dataset.folder}", False
         try:
-            segment.check(client.spec)
-        except ValueError as error:
-            raise ConfigError(
-                f"{where}: {error}. Mend the dataset or take the episode out of it, and begin in a new run_dir"
-            ) from None
-        bounds = self._spec.action
-        self._actions += segment.action.size
-        self._outside += int(np.count_nonzero((segment.action < bounds.low) | (segment.action > bounds.high)))
-        while not client.has_room or client.pending[1] > PENDING:
-            _nap(client)
-        client.push(segment)
+            episode = self._dataset.episode(entry.index)
+            where = episode.where
+            if episode.success is not None:
+                yield Outcome(entry.id, episode.success)
+            for segment in episode.segments(spec, entry.id, stamp):
+                segment.check(spec)
+                yield segment
+                has_begun = True
+        except Exception as error:
+            self._left_out[entry.index] = why = f"{where}: {error}"
+            write_traceback(self._run_dir, f"importer: {where}", error)
+            if has_begun:
+                yield Outcome(entry.id, None, discard=True, judged_by=f"{DAMAGED}{why}"[:MAX_NAME])
+
+    def _push(self, client: TrainerClient, record: Segment | Outcome) -> None:
+        if isinstance(record, Segment):
+            bounds, action = self._spec.action, record.action
+            self._actions += action.size
+            self._outside += int(np.count_nonzero((action < bounds.low) | (action > bounds.high)))
+            while not client.has_room or client.pending[1] > PENDING:
+                _nap(client)
+        client.push(record)
 
     def _check_room(self, missing: list[_Missing]) -> None:
         held = ask(self._link, m.Status()).report["sources"][self._source]
@@ -177,7 +199,9 @@ class _Import:
                 parts = self._parts.get(id, {}).values()
                 if not parts:
                     missing.append(_Missing(index, id, tuple(cut)))
-                if not parts or (all(part.closed for part in parts) and sum(part.steps for part in parts) == length):
+                    break
+                is_whole = all(part.closed for part in parts) and sum(part.steps for part in parts) == length
+                if is_whole or any(part.judged_by.startswith(DAMAGED) for part in parts):
                     break
                 cut += [id] * (not all(part.discard for part in parts))
         return missing

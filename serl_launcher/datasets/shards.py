@@ -110,6 +110,16 @@ def write(
     return written
 
 
+def keep(part: Path, rows: Rows) -> None:
+    """Write each column of an episode into the folder `part` as a NumPy file. Nothing is synced yet."""
+    for name, array in rows.items():
+        with open(part / f"{name.replace('/', '.')}.npy", "wb") as file:
+            header = {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            for row in array:
+                file.write(np.asarray(row).tobytes())
+
+
 def verify(part: Path, spec: Spec, written: Sequence[tuple[EpisodeInfo, Rows]]) -> None:
     """Open a shard with LeRobot and compare it with `written`: lengths, every number, and the videos' frame counts.
 
