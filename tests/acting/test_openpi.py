@@ -54,14 +54,14 @@ class Client:
 
 
 @pytest.fixture
-def bridged(inference):
+def bridged(inference, tmp_path):
     """bridged(algorithm) -> (an inference server that acts, its bridge, the bridge's address)."""
     with ExitStack() as stack:
 
-        def make(algorithm, allowed=None, **options):
+        def make(algorithm, allowed=None, port=None, **options):
             there = inference(algorithm, **options)
-            address = "127.0.0.1", free_port()
-            bridge = Bridge(there.server.host, address, KEYS, allowed, there.server.ask)
+            address = "127.0.0.1", port or free_port()
+            bridge = Bridge(there.server.host, address, KEYS, allowed, there.server.ask, tmp_path)
             stack.callback(bridge.close)
             there.acting()
             until(lambda: there.server.host.version)
@@ -150,6 +150,31 @@ def test_a_number_that_cannot_be_is_neither_taken_nor_answered(bridged, client, 
     _, bridge, address = bridged(Poisoned())
     assert sentence in client(address).infer(state(value))
     assert refusals(bridge) == {reason: 1}
+
+
+def test_a_port_that_is_taken_is_said_once_and_tried_again(bridged, client, spec, caplog):
+    taken = socket.create_server(("127.0.0.1", 0))
+    _, bridge, address = bridged(composed_algorithm(spec, *FLOW), port=taken.getsockname()[1])
+    bridge.start()
+    assert caplog.text.count("the bridge serves nobody: it cannot listen on") == 1
+    assert "Address already in use" in bridge.report()["openpi"]["trouble"]
+    taken.close()
+    bridge.start()
+    assert client(address).act().shape[1:] == spec.action.shape
+    assert "trouble" not in bridge.report()["openpi"]
+
+
+def test_the_end_of_the_bridges_thread_is_told_and_our_own_actors_are_answered(
+    bridged, link, spec, monkeypatch, caplog, tmp_path
+):
+    monkeypatch.setattr(Bridge, "_listen", lambda *_: 1 / 0)
+    there, bridge, _ = bridged(composed_algorithm(spec, *FLOW))
+    until(lambda: "trouble" in bridge.report()["openpi"])
+    assert bridge.report()["openpi"]["trouble"] == "ZeroDivisionError: division by zero"
+    assert "Traceback" in (tmp_path / "errors.log").read_text()
+    arm = link(there.address)
+    arm.send(ask())
+    assert receive(arm)
 
 
 def test_healthz_says_ok(bridged):

@@ -283,24 +283,84 @@ def test_shards_of_another_run_are_not_touched(tmp_path, blind):
         Exporter(tmp_path, "f" * 32, blind, {"online": 400}, ["online"], 2)
 
 
-def test_a_shard_that_differs_from_the_store_is_never_put_in_place(tmp_path, blind, monkeypatch, caplog):
-    run = Run(tmp_path, blind)
+def test_an_episode_that_no_shard_takes_is_kept_beside_them_and_the_rest_goes_on(tmp_path, blind, monkeypatch):
+    """Here its shard reads back otherwise. Its archived source empties all the same, in this life and in the next."""
+    run = Run(tmp_path, blind, capacity=100, archived=["online"], count=4)
     write = shards.write
 
     def swapped(part, spec, codec, episodes):
         made = write(part, spec, codec, episodes)
-        made[0][1]["intervened"] = ~made[0][1]["intervened"]
+        for info, columns in made:
+            columns["intervened"] = columns["intervened"] ^ (info.id == "e2")
         return made
 
     monkeypatch.setattr(shards, "write", swapped)
-    run.episodes("e0", "e1")
-    with pytest.raises(shards.Mismatch, match="intervened of e0"):
-        run.work()
-    monkeypatch.setattr(export, "RETRY_S", 0.0)
-    assert export._Client(Silent()).step(run.exporter, rest=False), "the process goes on, and so does the run"
-    assert "it is tried again" in caplog.text
+    run.episodes("e0", "e1", "e2", "e3")
+    run.work()
+    assert run.shards() == ["000001-000002", "000003.left_out", "000004-000004"]
+    [entry] = run.manifest("000003.left_out")["left_out"]
+    assert entry["id"] == "e2"
+    assert "column intervened of e2 differs from the store" in entry["why"]
+    kept = np.load(tmp_path / "datasets/online/000003.left_out/action.npy")
+    assert np.array_equal(kept, segment(blind, "e2").action)
+    told = (tmp_path / "errors.log").read_text()
+    assert "export: episode e2 is in no dataset" in told
+    assert "Traceback" in told
+    assert run.exporter.settled == [1, 2, 3, 4]
     run.exporter = run.started()
-    assert run.shards() == []
+    assert run.work() == 0
+    assert run.exporter.settled == [1, 2, 3, 4]
+    assert run.judge("e2", True) == 0
+    run.store.close()
+    assert [path.name for path in export_run(tmp_path, 4)] == ["000001-000002", "000004-000004"]
+
+
+@pytest.mark.parametrize("error", [ImportError("no lerobot"), MemoryError(), OSError(5, "Input/output error")])
+def test_what_fails_with_every_episode_loses_none_of_their_rows(tmp_path, seen, monkeypatch, error, caplog):
+    def fail(*_):
+        raise error
+
+    run = Run(tmp_path, seen)
+    monkeypatch.setattr(shards, "write", fail)
+    run.episodes("e0", "e1")
+    run.work()
+    assert run.shards() == ["000001.left_out", "000002.left_out"]
+    images = np.load(tmp_path / f"datasets/online/000002.left_out/{CAMERA}.npy")
+    assert np.array_equal(images, segment(seen, "e1").observation[CAMERA])
+    assert caplog.text.count("is in no dataset") == 1, "of many it is said once, and written for each"
+    assert (tmp_path / "errors.log").read_text().count("is in no dataset") == 2
+
+
+def test_a_full_disk_is_no_episodes_fault_and_said_once(tmp_path, blind, monkeypatch, caplog):
+    full = [True]
+
+    def write(*arguments):
+        if full:
+            raise OSError(28, "No space left on device")
+        return made(*arguments)
+
+    run, made = Run(tmp_path, blind), shards.write
+    monkeypatch.setattr(shards, "write", write)
+    monkeypatch.setattr(export, "RETRY_S", 0.0)
+    run.episodes("e0", "e1")
+    run.hear()
+    client = export._Client(Silent())
+    for _ in range(3):
+        assert client.step(run.exporter, rest=False)
+    assert caplog.text.count("No space left on device; it is tried again") == 1
+    assert run.exporter.settled == []
+    full.clear()
+    run.work()
+    assert run.shards() == ["000001-000002"]
+
+
+def test_a_shard_that_cannot_be_made_again_stays_as_it_was(tmp_path, blind, monkeypatch, caplog):
+    run = exported(tmp_path, blind)
+    monkeypatch.setattr(shards, "write", lambda *_: 1 / 0)
+    assert run.judge("e0", True) == 1
+    assert "what was judged anew stays as it was: ZeroDivisionError" in caplog.text
+    assert run.manifest("000001-000002")["version"] == 1
+    assert run.exporter.settled == [1, 2]
 
 
 def test_a_stopped_run_is_exported_by_hand(tmp_path, blind):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from serl_client.episode import Outcome
+from serl_client.episode import MAX_NAME, Outcome
 from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
 
@@ -99,7 +99,7 @@ def test_another_robots_dataset_is_refused_and_nothing_is_written(tmp_path, serv
         (Feature((2,), low=-1e-6, high=1e-6), None, "action lies more than"),
     ],
 )
-def test_a_row_that_no_store_takes_is_named_and_ends_the_import(
+def test_a_dataset_of_which_no_store_takes_any_episode_ends_the_import_with_the_first_reason(
     tmp_path, serving, low, monkeypatch, action, damaged, why
 ):
     Store.create(tmp_path / "run/store", Spec(low.spec().observation, action, fps=10), {"demo": 1000}).close()
@@ -108,6 +108,32 @@ def test_a_row_that_no_store_takes_is_named_and_ends_the_import(
     with pytest.raises(ConfigError, match=f"episode 0 of {low.folder}: {why}.* begin in a new run_dir"):
         bring(serving(), low.folder)
     assert not catalog(tmp_path / "run")
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_episode_that_cannot_be_imported_is_left_out_by_name_and_the_others_are_there_once(
+    serving, low, monkeypatch, caplog, begun
+):
+    """begun: rows of it came before it failed, and are discarded for good."""
+    segments = Episode.segments
+
+    def damaged(self, *arguments):
+        bad = self.entry["episode_index"] == 0
+        yield from segments(self, *arguments) if begun or not bad else ()
+        if bad:
+            raise IndexError("no such frame")
+
+    monkeypatch.setattr(Episode, "segments", damaged)
+    server = serving()
+    for _ in range(2):
+        bring(server, low.folder)
+        there = catalog(server.run_dir)
+        assert [episode.steps for episode in there if not episode.discard] == low.lengths[1:]
+        assert [(e.steps, e.judged_by) for e in there if e.discard] == [
+            (low.lengths[0], f"importer: episode 0 of {low.folder}: no such frame"[:MAX_NAME])
+        ] * begun
+    assert f"1 episodes of {low.folder} are left out, such as episode 0 of {low.folder}: no such frame" in caplog.text
+    assert f"importer: episode 0 of {low.folder}\nTraceback" in (server.run_dir / "errors.log").read_text()
 
 
 def test_a_source_that_is_too_small_is_refused_with_the_figures(tmp_path, serving, low):

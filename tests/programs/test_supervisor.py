@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +65,48 @@ def test_only_the_server_has_a_limit_of_memory(tmp_path, monkeypatch):
         assert family._children[name].wait() == 0
     assert (tmp_path / "limit of server").read_text() == f"{supervisor.SERVER_BYTES >> 10}\n"
     assert (tmp_path / "limit of inference").read_text() == "unlimited\n"
+
+
+@pytest.fixture
+def family(tmp_path, monkeypatch):
+    """family(name, status, archives) -> (what is started, one name for each second, of a process that always ends
+    with this status; the exit status of the run, if it is over)."""
+
+    def family(name, status, *, archives=False, seconds=200):
+        now, started, over = [0.0], [], None
+        monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
+        made = supervisor.Supervisor(tmp_path, f"ipc://{tmp_path}/server", [], archives=archives)
+        monkeypatch.setattr(made, "_start", started.append)
+        made._children[name] = SimpleNamespace(poll=lambda: status)
+        supervisor.begun_file(name, f"ipc://{tmp_path}/server").touch()
+        while now[0] < seconds and over is None:
+            over = made._look()
+            now[0] += 1.0
+        return started, over
+
+    return family
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "archives", "started"),
+    [
+        ("export", -9, False, ["export"] * 3),
+        ("export", supervisor.REFUSED, False, []),
+        ("export", 1, True, ["export"] * 6),  # three at once, and then each minute
+        ("export", supervisor.REFUSED, True, ["export"] * 3),
+        ("importer", -11, False, ["importer"] * 3 + ["trainer", "inference"]),
+    ],
+)
+def test_a_run_goes_on_without_what_ends_again_and_again_and_says_so_once(
+    family, caplog, name, status, archives, started
+):
+    assert family(name, status, archives=archives) == (started, None)
+    assert caplog.text.count(f"{name} ended") - caplog.text.count("starting it again") == 1
+    assert ("It is started again every minute. Actors whose source is full wait for it" in caplog.text) == archives
+
+
+def test_an_importer_that_refuses_to_run_ends_the_run(family):
+    assert family("importer", supervisor.REFUSED) == ([], 1)
 
 
 def test_a_child_is_killed_with_its_parent():

@@ -53,6 +53,32 @@ def test_a_simulated_clock_waits_for_nothing(clock):
 # -- who drives, and how an episode ends
 
 
+class Failing(Function):
+    """Fails in its third step, or at the beginning of an episode, once."""
+
+    def __init__(self, in_reset):
+        super().__init__(lambda observation: Verdict(0.0, False, None))
+        self.calls, self.in_reset = 0, in_reset
+
+    def reset(self):
+        self.calls += 1
+        if self.in_reset and self.calls == 1:
+            raise KeyError("cup")
+
+    def __call__(self, observation):
+        self.calls += 1
+        if not self.in_reset and self.calls == 4:
+            raise KeyError("cup")
+        return super().__call__(observation)
+
+
+@pytest.mark.parametrize(("in_reset", "steps"), [(True, 0), (False, 2)])
+def test_a_judge_that_fails_ends_that_episode_by_name_and_not_the_next(in_reset, steps):
+    env, said = build(judge=Failing(in_reset), max_steps=5), "the judge Failing failed: KeyError: 'cup'"
+    assert [step.stale for step in play(env, 0, RIGHT)][: steps + 1] == [""] * steps + [said]
+    assert [step.stale for step in play(env, 1, RIGHT)] == [""] * 5
+
+
 def test_a_time_limit_truncates_and_only_then_is_failure_certain():
     env = build(max_steps=3)
     steps = play(env, 0, RIGHT)
