@@ -101,7 +101,7 @@ def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) 
         while exporter.work(rest=True):
             pass
         folders = (path.parent for path in exporter.folder.glob(f"*/*/{MANIFEST}"))
-        return sorted(folder for folder in folders if folder.suffix != LEFT_OUT)
+        return sorted(folder for folder in folders if folder.parent.name != LEFT_OUT)
 
 
 # -- the process

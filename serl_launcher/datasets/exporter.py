@@ -72,7 +72,7 @@ class Exporter:
         self._mark: dict[int, tuple[Any, ...]] = {}  # episode -> shards.mark of its entry there
         self._marks: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # one object for equal marks, to save memory
         shards.clean(self.folder)
-        for name in self._pending:
+        for name in (*self._pending, LEFT_OUT):
             for shard in sorted(path for path in (self.folder / name).glob("*") if path.is_dir()):
                 if (shard / MANIFEST).exists():
                     self._adopt(shard, shards.read_manifest(shard))
@@ -125,7 +125,7 @@ class Exporter:
         """Decide what a closed episode needs: a shard, its shard again, or nothing."""
         number = info.number
         if number in self._shard:
-            is_left_out = self._shard[number].suffix == LEFT_OUT
+            is_left_out = self._shard[number].parent.name == LEFT_OUT
             if self._differs(info) and not (is_left_out or is_aside(info)):  # an operator alone takes out what is in
                 self._stale.add(self._shard[number])
                 self._settled.discard(number)  # it stays in the store until its shard was written again
@@ -268,11 +268,11 @@ class Exporter:
         self._pending[source].difference_update(numbers)
 
     def _leave_out(self, info: EpisodeInfo, error: Exception) -> None:
-        """Keep an episode that no shard takes beside the shards, so that it may leave the store like the others.
+        """Keep an episode that no shard takes in a folder of its own, so that it may leave the store like the others.
 
         Raises OSError if that cannot be written either: then the disk is at fault.
         """
-        folder = self.folder / info.source / f"{info.number:06d}{LEFT_OUT}"
+        folder = self.folder / LEFT_OUT / f"{info.number:06d}"
         part, why = _part(folder), [first_line(error)]
         shards.remove(part)
         part.mkdir(parents=True)

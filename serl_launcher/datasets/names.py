@@ -17,7 +17,7 @@ from serl_client.spec import Feature, Spec
 from serl_launcher.training.plan import ANGLES
 
 MANIFEST = "retake.json"  # the file in which a shard says what LeRobot has no place for
-LEFT_OUT = ".left_out"  # suffix of the folder of an episode that no shard takes: NumPy files, and why (MANIFEST)
+LEFT_OUT = "left_out"  # folder beside those of the sources: the episodes that no shard takes, as NumPy files
 INSTALL = "run `uv sync --inexact --extra data` here"
 REWARD, DONE, SUCCESS = "next.reward", "next.done", "next.success"
 TERMINATED, TRUNCATED = "next.terminated", "next.truncated"

@@ -297,11 +297,12 @@ def test_an_episode_that_no_shard_takes_is_kept_beside_them_and_the_rest_goes_on
     monkeypatch.setattr(shards, "write", swapped)
     run.episodes("e0", "e1", "e2", "e3")
     run.work()
-    assert run.shards() == ["000001-000002", "000003.left_out", "000004-000004"]
-    [entry] = run.manifest("000003.left_out")["left_out"]
+    assert run.shards() == ["000001-000002", "000004-000004"]
+    assert run.shards("left_out") == ["000003"]
+    [entry] = run.manifest("000003", "left_out")["left_out"]
     assert entry["id"] == "e2"
     assert "column intervened of e2 differs from the store" in entry["why"]
-    kept = np.load(tmp_path / "datasets/online/000003.left_out/action.npy")
+    kept = np.load(tmp_path / "datasets/left_out/000003/action.npy")
     assert np.array_equal(kept, segment(blind, "e2").action)
     told = (tmp_path / "errors.log").read_text()
     assert "export: episode e2 is in no dataset" in told
@@ -324,8 +325,8 @@ def test_what_fails_with_every_episode_loses_none_of_their_rows(tmp_path, seen, 
     monkeypatch.setattr(shards, "write", fail)
     run.episodes("e0", "e1")
     run.work()
-    assert run.shards() == ["000001.left_out", "000002.left_out"]
-    images = np.load(tmp_path / f"datasets/online/000002.left_out/{CAMERA}.npy")
+    assert (run.shards(), run.shards("left_out")) == ([], ["000001", "000002"])
+    images = np.load(tmp_path / f"datasets/left_out/000002/{CAMERA}.npy")
     assert np.array_equal(images, segment(seen, "e1").observation[CAMERA])
     assert caplog.text.count("is in no dataset") == 1, "of many it is said once, and written for each"
     assert (tmp_path / "errors.log").read_text().count("is in no dataset") == 2

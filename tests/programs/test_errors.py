@@ -336,6 +336,16 @@ def test_a_server_that_fails_before_it_has_begun_is_started_again_only_if_it_was
     assert f"server: it failed: {type(error).__name__}: {error}" in capsys.readouterr().err
 
 
+def test_actors_hear_nothing_of_an_export_that_refuses_to_start(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise ConfigError("these datasets are of another run")
+
+    (tmp_path / "config.yaml").touch()
+    monkeypatch.setattr("serl_launcher.datasets.export.main", refuse)
+    monkeypatch.setattr(launcher, "report_end", lambda *_: pytest.fail("the run is not over"))
+    assert launcher.child("export", str(tmp_path), f"ipc://{tmp_path}/server") == launcher.REFUSED
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_a_start_that_fails_is_one_sentence_on_both_sides_and_its_traceback_is_in_a_file(tmp_path, monkeypatch, capfd):
     def fail(*_):
