@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from serl_client.errors import ConfigError, RetakeError, full_disk
 from serl_client.frames import MAX_HISTORY
 from serl_client.lockfile import lock_folder
+from serl_client.names import cleaned
 
 from serl_launcher.config import saved
 from serl_launcher.datasets import importer
@@ -190,7 +191,7 @@ def child(name: str, run_dir: str, local: str) -> int:
         module.main(config, Path(run_dir), local, lambda: begun_file(name, local).touch())
     except Exception as error:
         status, reason = _failed(name, Path(run_dir), local, error)
-        sys.stderr.write(f"{name}: {reason}\n" if reason else "")  # rank 0 says what all refuse
+        sys.stderr.write(cleaned(f"{name}: {reason}", "\n") + "\n" if reason else "")  # rank 0 says what all refuse
         if reason and name not in ("server", "export") and local and (status == REFUSED or name == "trainer"):
             report_end(local, f"{name}: {reason}")
         return status

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from serl_client import console
 from serl_client.client import TrainerClient
 
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):  # else each program that a test starts compiles all of torch again
     sys.dont_write_bytecode = False
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits that it is ignored
 
+console.QUIET_S = 0.0  # a test hears what the one before it has heard
 os.environ["WANDB_MODE"] = "disabled"  # the runs that tests start mirror nothing, unless they ask for it
 
 settings.register_profile(  # a busy machine makes no example wrong

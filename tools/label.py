@@ -22,6 +22,7 @@ from serl_client.episode import Outcome
 from serl_client.errors import ConfigError, Refused, RetakeError, Timeout, TrainerError
 from serl_client.keys import Key, known_as
 from serl_client.messages import PROTOCOL, Bye, Hello
+from serl_client.names import cleaned
 from serl_client.reach import explained
 from serl_client.runner import VERDICTS
 from serl_client.spec import Spec
@@ -48,7 +49,7 @@ def main() -> None:
         parser.error(f"say what {options.episode} was: {', '.join(VERDICTS)}")
     try:
         if not options.episode:
-            print("\n".join(listed(options.run_dir)))
+            print("\n".join(map(cleaned, listed(options.run_dir))))
             return
         outcome = Outcome(options.episode, VERDICTS[options.verdict], options.verdict == "discard", judged_by=NAME)
         look_up(options.run_dir, options.episode)

@@ -16,6 +16,7 @@ from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.errors import ConfigError, TrainerError
 from serl_client.keys import Key, known_as
+from serl_client.names import cleaned
 from serl_client.reach import explained
 
 SILENT_S = 5.0
@@ -42,7 +43,7 @@ def main() -> None:
     except TrainerError as error:
         why = explained(error, options.ip, options.port, has_key=options.key is not None)
         sys.exit(f"{why}\n{lying(options.run_dir) if options.run_dir else ''}".strip())
-    print(json.dumps(report.report, indent=2) if options.json else "\n".join(lines(report.report)))
+    print(json.dumps(report.report, indent=2) if options.json else "\n".join(map(cleaned, lines(report.report))))
 
 
 def lines(report: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from serl_client.errors import ConfigError
+from serl_client.names import cleaned
 from serl_client.spec import Spec
 
 from serl_launcher.store import layout
@@ -46,11 +47,11 @@ def show(folder: Path, index: Index) -> int:
     for session in index.sessions().values():
         state = "closed" if session.closed else f"next record {session.expected}"
         damage = f", {lost[session.session]} records lost on its disk" if session.session in lost else ""
-        print(f"actor {session.actor}, session {session.session[:8]}: {state}{damage}")
+        print(cleaned(f"actor {session.actor}, session {session.session[:8]}: {state}{damage}"))
     tails = {source.name: source.tail for source in index.sources().values()}
     for episode in index.discarded_by(LEARNER):
         where = f"in {episode.source}" if episode.first >= tails[episode.source] else "no longer in the store"
-        print(f"set aside {episode.id}, {episode.steps} steps {where}: {reason_of(episode)}")
+        print(cleaned(f"set aside {episode.id}, {episode.steps} steps {where}: {reason_of(episode)}"))
     return 0
 
 
@@ -58,7 +59,7 @@ def verify(folder: Path, index: Index) -> int:
     """How many things are not as they were acknowledged; each is said in one sentence."""
     bad = 0
     for sentence in index.damaged_rows():
-        print(f"{folder / 'index.sqlite'}: {sentence} is damaged")
+        print(cleaned(f"{folder / 'index.sqlite'}: {sentence} is damaged"))
         bad += 1
     for source in index.sources().values():
         if sentences := list(unreadable(folder, index, source)):

@@ -20,6 +20,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from serl_client import clock
 from serl_client import messages as m
+from serl_client.console import throttled
 from serl_client.controller import decision_seed
 from serl_client.errors import ConfigError, MessageError
 from websockets.asyncio.server import ServerConnection, serve
@@ -34,7 +35,7 @@ from serl_launcher.service.access import REMEDIES, AllowList, RefusalCount, chec
 from serl_launcher.service.peers import GRANTS
 from serl_launcher.service.places import Places
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 CONNECTIONS = 64  # at once, and fewer if their requests would take more than BYTES
 BYTES = 1 << 30  # of all requests on their way

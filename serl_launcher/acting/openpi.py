@@ -11,7 +11,8 @@ from typing import Any
 import msgpack
 import numpy as np
 from serl_client.errors import ConfigError, MessageError
-from serl_client.spec import DTYPES, MAX_DIMENSIONS, MAX_TEXT, Array, Feature, Spec
+from serl_client.names import MAX_NAME, is_name
+from serl_client.spec import DTYPES, MAX_DIMENSIONS, Array, Feature, Spec
 
 PROMPT = "prompt"  # the key of the task in words
 MAX_PARTS = 1000  # lists, maps and arrays in one request
@@ -60,11 +61,11 @@ class Form:
         """
         found = dict(_flat(_unpacked(data)))
         task = found.pop(PROMPT, "")
-        if not isinstance(task, str) or len(task) > MAX_TEXT:
-            raise MessageError(f"{PROMPT!r} should be a text of at most {MAX_TEXT} characters")
+        if not is_name(task):
+            raise MessageError(f"{PROMPT!r} should be a printable text of at most {MAX_NAME} characters")
         if strange := sorted(found.keys() - self._features.keys()):
             raise MessageError(
-                f"the request has {strange[0][:MAX_TEXT]!r}, which is none of {', '.join(self._features)}: "
+                f"the request has {strange[0][:MAX_NAME]!r}, which is none of {', '.join(self._features)}: "
                 "leave it out, or name it in bridge.keys of the learner"
             )
         if lacking := [theirs for theirs in self._features if theirs not in found]:
@@ -161,11 +162,11 @@ def _flat(found: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]
     for key, value in found.items():
         if not isinstance(key, str):
             raise MessageError("the keys of a request are texts")
-        if len(above) + len(key) > MAX_TEXT:  # each map within a map holds the keys of all around it
-            raise MessageError(f"the keys of a request have at most {MAX_TEXT} characters, with those around them")
+        if len(above) + len(key) > MAX_NAME:  # each map within a map holds the keys of all around it
+            raise MessageError(f"the keys of a request have at most {MAX_NAME} characters, with those around them")
         for pair in _flat(value, f"{above}{key}/") if isinstance(value, dict) else [(f"{above}{key}", value)]:
             if pair[0] in seen:
-                raise MessageError(f"the request names {pair[0][:MAX_TEXT]!r} twice")
+                raise MessageError(f"the request names {pair[0][:MAX_NAME]!r} twice")
             seen.add(pair[0])
             yield pair
 

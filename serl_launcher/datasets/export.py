@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from serl_client import clock
 from serl_client import messages as m
 from serl_client.connection import Connection
-from serl_client.console import log_as
+from serl_client.console import log_as, throttled
 from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout
 from serl_client.lockfile import lock_folder
 from serl_client.spec import Spec
@@ -29,7 +29,7 @@ from serl_launcher.store.index import Index
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 ROOM = "serl_launcher.datasets"  # whose log tells how far an export is
 SOURCES = ("archived", "all")

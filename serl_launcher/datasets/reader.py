@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serl_client.episode import COLUMNS, MAX_NAME, Segment, Stamp
+from serl_client.episode import COLUMNS, Segment, Stamp
 from serl_client.errors import ConfigError
+from serl_client.names import MAX_NAME, cleaned
 from serl_client.recorder import segment_rows
 from serl_client.spec import DTYPES, Array, Feature, Spec
 
@@ -189,7 +190,7 @@ class Episode:
 
     @property
     def task(self) -> str:
-        return self.dataset.task(int(self.rows["task_index"][0].as_py()))[:MAX_NAME]
+        return cleaned(self.dataset.task(int(self.rows["task_index"][0].as_py())))[:MAX_NAME]
 
     @property
     def terminated(self) -> bool:

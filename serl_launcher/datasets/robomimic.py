@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serl_client.episode import COLUMNS, MAX_NAME, Segment, Stamp
+from serl_client.episode import COLUMNS, Segment, Stamp
 from serl_client.errors import ConfigError
+from serl_client.names import MAX_NAME, cleaned
 from serl_client.recorder import segment_rows
 from serl_client.spec import DTYPES, Array, Feature, Spec
 
@@ -135,7 +136,7 @@ class Demonstration:
                 ends = stop == length and (terminated or self._has_next)
                 seen = {n: self._seen(group, n, f, slice(start, stop), ends) for n, f in spec.observation.items()}
                 yield Segment(
-                    id, start, str(self._said.get("task", ""))[:MAX_NAME], stamp, seen,
+                    id, start, cleaned(str(self._said.get("task", "")))[:MAX_NAME], stamp, seen,
                     np.array(self.action[start:stop], spec.action.dtype),
                     **{name: column[start:stop].copy() for name, column in columns.items()},
                     terminated=ends and terminated, truncated=ends and not terminated,

@@ -7,7 +7,6 @@ next message. Without keys only loopback is served, and whoever reaches it is tr
 
 import hashlib
 import hmac
-import logging
 import math
 import os
 import re
@@ -20,6 +19,7 @@ import zmq
 from serl_client import clock, wire
 from serl_client import messages as m
 from serl_client.connection import has_come, is_local
+from serl_client.console import throttled
 from serl_client.errors import ConfigError, Refused
 from serl_client.keys import ROLES, check_curve, read_private, write_private
 from zmq.utils import z85
@@ -27,7 +27,7 @@ from zmq.utils import z85
 from serl_launcher.service.connections import CONNECTIONS, Connections
 from serl_launcher.service.peers import Forbidden, KeyOwner, bound
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 MESSAGES = 10_000  # of one connection within a second
 RECORDS = 5_000  # of one key (without keys: of one actor) within a second; what is more waits
@@ -36,7 +36,6 @@ BAD_MESSAGES = 16  # after these a connection is ignored
 CAUSES = 5  # after bad messages of so many kinds within a minute, from one address, a key is banned
 BAN_S = 600.0
 HANDSHAKE_MS = 3000
-QUIET_S = 10.0  # between two lines of the log that give the same reason
 TICK_NS = 50_000_000  # within it two changes of a file may have the same time
 ZAP = "inproc://zeromq.zap.01"
 NUMBERS = re.compile("[0-9a-f]{8,}|[0-9]+")
@@ -160,16 +159,11 @@ class RefusalCount:
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        self._told: dict[str, float] = {}
 
     def add(self, reason: str, text: str) -> None:
-        """Count a refusal, and log it unless one for this reason was logged just now."""
+        """Count a refusal, and log it. reason: one of a few, because each is a kind of its own for the log."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
-        now = clock.monotonic()
-        if now >= self._told.get(reason, -QUIET_S) + QUIET_S:
-            self._told[reason] = now
-            shown = "".join(letter if letter.isprintable() else "?" for letter in text[:500])
-            log.warning("refused, %s (%d times so far): %s", reason, self.counts[reason], shown)
+        log.warning(f"refused, {reason}: %s", text[:500])
 
     @property
     def report(self) -> dict[str, Any]:

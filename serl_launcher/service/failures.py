@@ -1,11 +1,11 @@
 """The one place where an error becomes the answer that a client gets, here and in the inference process."""
 
-import logging
 import sqlite3
 from dataclasses import dataclass
 
 import zmq
 from serl_client import messages as m
+from serl_client.console import throttled
 from serl_client.errors import MessageError, Refused, RetakeError, ServerFailed, VersionMismatch
 
 from serl_launcher.service.access import AccessControl
@@ -13,7 +13,7 @@ from serl_launcher.service.keeper import StoreKeeper
 from serl_launcher.service.peers import KeyOwner
 from serl_launcher.store.errors import GroupFailed
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 DISK = (OSError, sqlite3.Error, GroupFailed)
 BAD = (MessageError, KeyError, TypeError, ValueError)  # errors that a malformed message causes

@@ -3,13 +3,13 @@
 While a group is being synced the next one gathers in the sockets, so groups grow with the load.
 """
 
-import logging
 import sqlite3
 
 import zmq
 from serl_client import clock, wire
 from serl_client import messages as m
 from serl_client.connection import has_come
+from serl_client.console import throttled
 from serl_client.episode import LostRecord, Outcome, QueuedRecord, Segment
 from serl_client.errors import MessageError, Refused, RetakeError
 
@@ -22,7 +22,7 @@ from serl_launcher.store.directives import DATASET
 from serl_launcher.store.errors import Full, Gap
 from serl_launcher.store.store import Store
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 MAX_UNACKNOWLEDGED = 16 << 20  # bytes of one actor on the wire
 GROUP_S = 0.02  # of gathering a group, or as long as the last one took to commit, if that is more

@@ -1,6 +1,5 @@
 """Creates and opens the run's store, and opens it again after its disk failed (DEGRADED)."""
 
-import logging
 import sqlite3
 import threading
 from collections.abc import Collection, Mapping
@@ -8,13 +7,14 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 
 from serl_client import clock
+from serl_client.console import throttled
 from serl_client.errors import ConfigError, Refused, ServerFailed
 from serl_client.spec import Spec
 
 from serl_launcher.store.creation import is_there
 from serl_launcher.store.store import Store
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 ALONE_S = 60.0
 MAKE_S = 2.0  # that the loop waits for a store to be made: most are made by then

@@ -9,9 +9,10 @@ from typing import Any
 import zmq
 from serl_client import messages as m
 from serl_client import wire
-from serl_client.episode import MAX_NAME, MAX_NUMBER, QueuedRecord
+from serl_client.episode import MAX_NUMBER, QueuedRecord
 from serl_client.errors import ConfigError, MessageError, Refused
 from serl_client.keys import owns
+from serl_client.names import check_names
 
 log = logging.getLogger(__name__)
 
@@ -128,15 +129,14 @@ def check_hello(hello: m.Hello, owner: KeyOwner | None, *, run: str) -> None:
     run: the store's id. owner: None on the learner's own address.
     """
     pairs = all(isinstance(pair, list) and [type(part) for part in pair] == [str, int] for pair in hello.earlier)
-    if not pairs or max(len(hello.actor), len(hello.session), len(hello.outbox)) > MAX_NAME:
-        raise MessageError(f"a Hello names [session, seq] pairs, and has names of at most {MAX_NAME} characters")
+    if not pairs:
+        raise MessageError("a Hello names earlier sessions as [session, seq] pairs")
     names = {session for session, _ in hello.earlier} | {hello.session}
-    if len(hello.earlier) > m.MAX_EARLIER or len(names) <= len(hello.earlier) or max(map(len, names)) > MAX_NAME:
+    check_names("a Hello", hello.actor, hello.outbox, *names, error=MessageError)
+    if len(hello.earlier) > m.MAX_EARLIER or len(names) <= len(hello.earlier):
         raise MessageError(f"a Hello names at most {m.MAX_EARLIER} sessions besides its own, each of them once")
     if any(not 0 <= last < MAX_NUMBER for _, last in hello.earlier):
         raise MessageError("the last record of an earlier session has a number from 0 on")
-    if not hello.actor.isprintable():
-        raise MessageError("the name in a Hello is printable")
     if hello.role not in ROLES or (hello.role == "learner" and owner is not None):
         raise Refused(f"the role {hello.role!r} is not given on this address")
     if owner is not None and owner.name:

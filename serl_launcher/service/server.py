@@ -18,9 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from serl_client import clock, wire
 from serl_client import messages as m
 from serl_client.connection import received
-from serl_client.console import log_as
-from serl_client.episode import MAX_NAME
+from serl_client.console import log_as, throttled
 from serl_client.errors import MessageError, Refused, ServerFailed
+from serl_client.names import check_names
 
 from serl_launcher.service.access import AccessControl
 from serl_launcher.service.failures import Failures, Request
@@ -33,7 +33,7 @@ from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
 from serl_launcher.store.weights import WeightFiles
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 STATUS_COST = 900_000  # of all clients' reports together (peers.cost): a status has to fit into one header
 CATALOG_ROWS = (1000, 200)  # of a page: with five names of MAX_NAME characters of 4 bytes each, 200 fit into a header
@@ -234,8 +234,7 @@ class Server:
         return m.Done(0)
 
     def _command(self, peer: Peer, command: m.Command) -> m.Message:
-        if len(command.name) > MAX_NAME or len(command.argument) > MAX_NAME:
-            raise Refused(f"a command has at most {MAX_NAME} characters")
+        check_names("a command", command.name, command.argument, error=Refused)
         log.info("%s says %s %s", peer.hello.actor, command.name, command.argument)
         return m.Done(self.keeper.ready.command(command.name, command.argument, peer.hello.actor))
 

@@ -3,19 +3,19 @@
 The same look at the clients finds those that have fallen silent, and ends the episodes that they left open.
 """
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from serl_client import clock
 from serl_client import messages as m
+from serl_client.console import throttled
 
 from serl_launcher.service.failures import DISK
 from serl_launcher.service.keeper import StoreKeeper
 from serl_launcher.service.peers import Address, Peer
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 UPDATE_S = 1.0
 SILENCE_S = 60.0  # after which the open episode of an actor with a simulated clock is truncated

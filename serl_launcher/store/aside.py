@@ -7,7 +7,8 @@ have nothing new to know.
 
 from typing import Protocol
 
-from serl_client.episode import MAX_NAME, Outcome
+from serl_client.episode import Outcome
+from serl_client.names import MAX_NAME
 
 LEARNER = "learner"  # begins `judged_by` of the learner's own outcomes; the reason follows
 SESSION = LEARNER.ljust(MAX_NAME + 1, ".")  # of these outcomes: longer than any that an actor may name

@@ -5,10 +5,10 @@ actor still brings of it is a part, an episode of its own named `<id>.part<numbe
 its parts.
 """
 
-import logging
 from collections.abc import Iterable
 
 import numpy as np
+from serl_client.console import throttled
 from serl_client.episode import Outcome, Segment
 from serl_client.errors import Refused
 
@@ -17,7 +17,7 @@ from serl_launcher.store.index import Index
 from serl_launcher.store.ring import Ring
 from serl_launcher.store.schema import Episode, Session, Source
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 ASIDE = "set_aside"  # in the index's table meta
 

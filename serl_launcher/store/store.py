@@ -11,16 +11,17 @@ If a write or a sync fails, nothing unacknowledged is trusted: close the store, 
 """
 
 import json
-import logging
 import sqlite3
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from serl_client.episode import MAX_NAME, LostRecord, Outcome, QueuedRecord, Segment
+from serl_client.console import throttled
+from serl_client.episode import LostRecord, Outcome, QueuedRecord, Segment
 from serl_client.errors import ConfigError, Refused, RetakeError
 from serl_client.limits import Limits
+from serl_client.names import MAX_NAME, check_names, cleaned
 from serl_client.spec import Array, Spec
 
 from serl_launcher.store.archive import Archive
@@ -35,7 +36,7 @@ from serl_launcher.store.ring import Ring, step_records
 from serl_launcher.store.schema import Session, Source
 from serl_launcher.store.sessions import Sessions
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 GROUP_BYTES = 64 << 20  # a group this large is committed before more is staged
 GROUP_OUTCOMES = 10_000  # and so is one with so many outcomes, or records that are lost
@@ -238,10 +239,11 @@ class Store:
 
     def _stage_lost(self, state: Session, seq: int, lost: LostRecord) -> None:
         """Note a record that its actor lost, and cut the actor's open episode, of which it may have been a part."""
-        log.warning("record %d of %s is lost (%r)", seq, state.actor, lost.reason[:MAX_NAME])
+        reason = cleaned(lost.reason[:MAX_NAME])
+        log.warning("record %d of %s is lost (%s)", seq, state.actor, reason)
         if len(self._staged_lost) >= GROUP_OUTCOMES:
             self.commit()
-        reason = lost.reason[:MAX_NAME] if self.lives.texts.takes(state.owner, lost.reason[:MAX_NAME]) else ""
+        reason = reason if self.lives.texts.takes(state.owner, reason) else ""
         self._staged_lost.append((state.session, seq, reason))
         if episode := self.episodes.open.get(state.session):
             episode.continued = True  # perhaps by the lost record: so a verdict is not about the last step here
@@ -249,8 +251,7 @@ class Store:
 
     def _stage_outcome(self, state: Session, seq: int, outcome: Outcome) -> None:
         """Apply an outcome. It may come before its episode's first segment, or long after its last."""
-        if len(outcome.episode) > MAX_NAME or len(outcome.judged_by) > MAX_NAME:
-            raise Refused(f"the names in an outcome have at most {MAX_NAME} characters")
+        check_names("an outcome", outcome.episode, outcome.judged_by, error=Refused)
         if outcome.judged_by.startswith(LEARNER):
             raise Refused(f"an outcome by {outcome.judged_by!r} is the learner's own: no client says it")
         is_early = bool(state.owner) and not self.episodes.parts(outcome.episode)

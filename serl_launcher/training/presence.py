@@ -1,11 +1,11 @@
 """Says which actors are connected and which have left, in the learner's console and its log."""
 
-import logging
 from collections.abc import Collection
 
 from serl_client import clock
+from serl_client.console import throttled
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 MOST = 8  # actors that have left and are still named
 

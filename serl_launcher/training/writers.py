@@ -1,7 +1,6 @@
 """Publishes weights and saves checkpoints in a thread, from copies; the longest time between checkpoints."""
 
 import hashlib
-import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from serl_client import clock
 from serl_client import messages as m
+from serl_client.console import throttled
 from serl_client.errors import full_disk
 
 from serl_launcher.store import weights
@@ -17,7 +17,7 @@ from serl_launcher.training.checkpoint import Checkpoints, Schedule
 from serl_launcher.training.finite import check_finite
 from serl_launcher.training.ranks import Ranks
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 Kept = TypeVar("Kept")
 

@@ -74,6 +74,36 @@ def test_every_line_of_a_log_begins_with_who_and_when(capsys):
         assert re.fullmatch(rf"\[arm\] {STAMP} trouble\n", done.stderr)
 
 
+def test_a_terminal_never_gets_an_escape_of_a_client(same_loggers, monkeypatch):
+    terminal, evil = Terminal(), "eve\x1b[2J\n\x9b1m\u202e"
+    monkeypatch.setattr(sys, "stderr", terminal)
+    logging.getLogger().handlers.clear()
+    console.log_as("server")
+    shown = console.console("learner")
+    logging.getLogger("client").warning("%s is silent", evil)
+    try:
+        raise ValueError(evil)
+    except ValueError:
+        logging.getLogger("client").exception("not handled")
+    shown.show({"actors": evil})
+    assert terminal.getvalue().count("eve?[2J ?1m?") == 2 + 1  # each log in one line, and the console's row
+    assert terminal.getvalue().count("eve?[2J\n?1m?") == 2  # of two tracebacks
+    assert not re.search(r"\x1b\[2J|\x9b|\u202e", terminal.getvalue())
+
+
+def test_of_what_clients_cause_a_log_says_few_lines_and_how_many_it_left_out(clock, monkeypatch, caplog):
+    monkeypatch.setattr(console, "QUIET_S", 10.0)
+    log = console.throttled("clients")
+    for name in [*"aab", *range(100)]:
+        log.warning("%s is silent", name)
+    log.warning("another kind, 100 %")
+    clock.advance(10.0)
+    log.warning("%s is silent", "%s")
+    silent = ["a", "b", "0", "1", "2", "%s"]
+    said = [f"{name} is silent" for name in silent]
+    assert caplog.messages == [*said[:5], "another kind, 100 %", f"{said[5]} (98 more like it before)"]
+
+
 def test_a_console_without_a_banner_begins_with_its_title():
     terminal = Terminal()
     Console("learner", terminal).show({"phase": "practise"})

@@ -11,10 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from serl_client import Outcome, Stamp, messages, wire
-from serl_client.episode import COLUMNS, MAX_NAME
+from serl_client.episode import COLUMNS
 from serl_client.errors import MessageError
 from serl_client.messages import Ack, Heartbeat, Hello, InferenceRequest, Push
+from serl_client.names import MAX_NAME
 from serl_client.spec import DTYPES
+
+from tests.shared.data import BAD_NAMES
 
 names = st.text("abc.é", min_size=1, max_size=8)
 arrays = hnp.arrays(st.sampled_from(DTYPES), hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
@@ -202,7 +205,7 @@ NO_PROTOCOLS = (None, [], [4], [4, 4, 4], ["4", "4"], [True, 4], [4, True], {"4"
         *((Heartbeat({}), {"report": wrong}, "report of a Heartbeat should be of type") for wrong in (5, [1], None)),
         *((QUESTION, {"task": task}, "of type str") for task in (3, None)),
         *((Heartbeat({}), {"report": {"a": wrong}}, "a report holds numbers") for wrong in ([], {}, b"")),
-        (QUESTION, {"task": "x" * (MAX_NAME + 1)}, "at most 200 characters"),
+        *((QUESTION, {"task": bad}, "at most 200 characters") for bad in BAD_NAMES),
     ],
 )
 def test_a_message_with_a_wrong_field_is_refused(message, change, reason):

@@ -9,6 +9,7 @@ from serl_client.episode import COLUMNS
 from .common import STATE
 
 ACTION = 2  # numbers
+BAD_NAMES = ("x" * 201, "arm\n", "\x1b[2J", "\u202egnp")  # of anything that a client names
 
 
 def tiny_spec(**changes):

@@ -17,7 +17,7 @@ from serl_launcher.store.errors import Full, Gap
 from serl_launcher.store.schema import FORMAT, SCHEMA, EpisodeInfo
 from serl_launcher.types import Window
 from tests.shared.common import STATE
-from tests.shared.data import make_segment, tiny_spec
+from tests.shared.data import BAD_NAMES, make_segment, tiny_spec
 
 from .made import contents, fill, founded, indices
 
@@ -55,6 +55,9 @@ def test_a_repeated_record_is_ignored_and_a_gap_is_named(tmp_path, made):
         (make_segment("e0", start=5), r"e0\[5\] came where e0\[4\]"),
         *((make_segment("e0", start=4, directive=d), f"no directive {d}") for d in (9, 2**31, 2**40, 2**53 - 1)),
         (replace(make_segment("e0", start=4), task="odd"), "a number that no column holds"),
+        *((replace(make_segment("e1"), **{where: bad}), "printable")
+           for where in ("episode", "task") for bad in BAD_NAMES),
+        *((make_segment("e1", phase=bad), "printable") for bad in BAD_NAMES),
     ],
 )
 def test_a_wrong_segment_is_its_senders_fault_nothing_of_it_is_kept_and_the_others_are(
@@ -119,6 +122,17 @@ def test_an_episode_counts_by_the_oldest_weights_that_acted_in_it(made):
 
 
 # -- parts of an episode
+
+
+def test_a_name_of_an_outcome_is_refused_and_the_reason_of_a_loss_is_cleaned_so_that_nothing_else_is_lost(made):
+    for bad in BAD_NAMES:
+        for outcome in (Outcome(bad, True), Outcome("e0", True, judged_by=bad)):
+            with pytest.raises(Refused, match="printable"):
+                made.stage("A", 0, outcome)
+    made.stage("A", 0, LostRecord("its disk\x1b[2J\n" + "x" * 300))
+    made.commit()
+    ((reason,),) = made.index._db.execute("SELECT reason FROM lost").fetchall()
+    assert reason == f"its disk?[2J {'x' * 300}"[:200]
 
 
 def test_no_verdict_is_about_the_last_step_before_what_was_lost(made):

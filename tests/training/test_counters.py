@@ -3,7 +3,7 @@
 import pytest
 from serl_client import Outcome
 from serl_client import messages as m
-from serl_client.episode import MAX_NAME
+from serl_client.names import MAX_NAME
 
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.service.server import page_of

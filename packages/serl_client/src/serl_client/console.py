@@ -1,10 +1,12 @@
 """Draws the live console of actor or learner in the terminal: lines redrawn in place, with the log above.
 
 Without a terminal (a log file, a pipe) it prints one line of changes every ten seconds. Lines of the log begin with
-their title and time: `[arm] 2026-11-22 08:40:01 text`. On a terminal the date is left out.
+their title and time: `[arm] 2026-11-22 08:40:01 text`. On a terminal the date is left out. Values and lines are
+cleaned, because a terminal obeys an escape sequence that a client may have put into its name.
 """
 
 import logging
+import math
 import shutil
 import sys
 import threading
@@ -12,13 +14,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 import serl_client.clock as clock
+from serl_client.names import cleaned
 
 PLAIN_S = 10.0  # seconds between two lines without a terminal
 PLAIN_WIDTH = 200  # characters of such a line; values that do not fit are left out
 BANNER_S = 0.04  # seconds until a change of the banner is shown: less than one step of most robots
+QUIET_S, LINES = 10.0, 5  # within so many seconds a throttled log says at most so many lines of one kind
 BACKLOG = 1000  # lines of the log that wait for a slow terminal; beyond it the oldest are dropped
 # Text and ground of each banner: SGR codes of ECMA-48.
 COLOURS = {"POLICY": "30;42", "HUMAN": "30;43", "WAITING": "97;41", "PAUSED": "97;44", "IDLE": "97;100"}
@@ -46,7 +50,7 @@ class Console(logging.Handler):
 
     def show(self, rows: Mapping[str, str], banner: str = "") -> None:
         """Replace the block by these lines, under a coloured banner of one word (see COLOURS)."""
-        self._rows, self._banner = dict(rows), banner
+        self._rows, self._banner = {name: cleaned(value) for name, value in rows.items()}, banner
         if self._live:
             self._erase()
             self._draw()
@@ -69,7 +73,7 @@ class Console(logging.Handler):
         """Print a log record above the block; while a LiveDisplay draws, only queue it."""
         text = self.format(record)
         if record.levelno >= logging.WARNING:
-            self._warning = f"{time.strftime('%H:%M:%S')} {record.getMessage().splitlines()[0]}"
+            self._warning = f"{time.strftime('%H:%M:%S')} {cleaned(record.getMessage())}"
         self._lines.append(f"[{self._title}] {text}\n")
         if not self.is_watched:
             self.flush()
@@ -139,10 +143,48 @@ class LiveDisplay:
                 shown, due = banner, clock.monotonic() + 1.0
 
 
+class CleanFormatter(logging.Formatter):
+    """Formats a message as one line, and its traceback as several, without control characters."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return cleaned(super().formatMessage(record))
+
+    def formatException(self, *info: Any) -> str:
+        return cleaned(super().formatException(*info), "\n")
+
+
+class _Throttle(logging.Filter):
+    """Lets LINES different lines of one kind through within QUIET_S; the next one says how many it left out.
+
+    A kind is all that has one format, so clients cannot make up kinds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kinds: dict[str, tuple[float, set[str], int]] = {}  # when it began, what was said, how much left out
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        kind, text, now = record.msg, record.getMessage(), clock.monotonic()
+        begun, said, left_out = self._kinds.get(kind, (-math.inf, set(), 0))
+        if now >= begun + QUIET_S:
+            record.msg, record.args = text + f" ({left_out} more like it before)" * bool(left_out), None
+            begun, said, left_out = now, set(), 0
+        is_said = len(said) < LINES and text not in said
+        self._kinds[kind] = begun, said | {text} if is_said else said, left_out + (not is_said)
+        return is_said
+
+
+def throttled(name: str) -> logging.Logger:
+    """Return the log of a module that tells what clients, or a full disk, make it tell again and again."""
+    log = logging.getLogger(name)
+    log.addFilter(_Throttle())
+    return log
+
+
 def console(title: str, *, plain: bool = False) -> Console:
     """Make the process's console and send its log there. plain: lines alone, since others share the terminal."""
     made = Console(title, plain=plain)
-    made.setFormatter(logging.Formatter("%(asctime)s %(message)s", stamp(sys.stderr)))
+    made.setFormatter(CleanFormatter("%(asctime)s %(message)s", stamp(sys.stderr)))
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     root.addHandler(made)
@@ -151,7 +193,9 @@ def console(title: str, *, plain: bool = False) -> Console:
 
 def log_as(title: str, level: int = logging.INFO) -> None:
     """Send the log of a process without a console to stderr; each line begins with this title and the time."""
-    logging.basicConfig(level=level, format=f"[{title}] %(asctime)s %(message)s", datefmt=stamp(sys.stderr))
+    handler = logging.StreamHandler()
+    handler.setFormatter(CleanFormatter(f"[{title}] %(asctime)s %(message)s", stamp(sys.stderr)))
+    logging.basicConfig(level=level, handlers=[handler])
 
 
 def stamp(stream: TextIO) -> str:

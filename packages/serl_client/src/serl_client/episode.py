@@ -7,10 +7,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from serl_client.names import check_names
 from serl_client.spec import ROW, Array, Feature, Spec
 
 COLUMNS = ROW  # each [T]
-MAX_NAME = 200  # characters of an episode's, a task's or a phase's name
 MAX_NUMBER = 1 << 53
 UNSET = np.empty(0)
 BEYOND = 100  # an executed action may exceed its bounds by this many times their distance
@@ -112,8 +112,7 @@ class Segment:
     def _check_names_and_numbers(self) -> None:
         if len(self) == 0 or self.start < 0 or not self.episode:
             raise ValueError("a segment has an episode, a start >= 0 and at least one step")
-        if any(len(name) > MAX_NAME for name in (self.episode, self.task, self.stamp.phase)):
-            raise ValueError(f"the names of episode, task and phase have at most {MAX_NAME} characters")
+        check_names("a segment", self.episode, self.task, self.stamp.phase)
         numbers = self.start, self.stamp.directive, self.stamp.weights_version
         if not all(0 <= number < MAX_NUMBER for number in numbers):
             raise ValueError("start, directive and weights version are numbers from 0 on")

@@ -16,17 +16,19 @@ RetakeError                 an error that one clear sentence explains
 
 import errno
 
+from serl_client.names import cleaned
+
 MOST = 4000  # characters of an error's text
 
 
 class RetakeError(Exception):
     """Explains an error to a person; programs print it without a traceback and exit with 1.
 
-    The text is cut after MOST characters, because it may quote what a peer has sent.
+    The text is cut after MOST characters, and cleaned, because it may quote what a peer has sent.
     """
 
     def __init__(self, text: str = "") -> None:
-        super().__init__(text if len(text) <= MOST else f"{text[:MOST]} ...")
+        super().__init__(cleaned(text if len(text) <= MOST else f"{text[:MOST]} ...", "\n"))
 
 
 class ConfigError(RetakeError):

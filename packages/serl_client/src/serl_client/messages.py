@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import serl_client.wire as wire
-from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, Outcome, QueuedRecord, Segment, Stamp
+from serl_client.episode import COLUMNS, LostRecord, Outcome, QueuedRecord, Segment, Stamp
 from serl_client.errors import MessageError, VersionMismatch
+from serl_client.names import check_names
 from serl_client.spec import Array
 
 PROTOCOL = (14, 14)  # the oldest and the newest version spoken here
@@ -115,8 +116,7 @@ class InferenceRequest:
     committed: int = 0
 
     def __post_init__(self) -> None:
-        if len(self.task) > MAX_NAME:
-            raise MessageError(f"a task has at most {MAX_NAME} characters, not {len(self.task)}: say it shorter")
+        check_names("a question's task", self.task, error=MessageError)
 
 
 @dataclass(frozen=True, slots=True)

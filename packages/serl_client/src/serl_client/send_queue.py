@@ -14,9 +14,10 @@ import numpy as np
 import serl_client.clock as clock
 import serl_client.messages as messages
 import serl_client.wire as wire
-from serl_client.episode import COLUMNS, MAX_NAME, LostRecord, NotFinite, Outcome, QueuedRecord, Record
+from serl_client.episode import COLUMNS, LostRecord, NotFinite, Outcome, QueuedRecord, Record
 from serl_client.errors import Refused, TrainerError
 from serl_client.messages import MAX_EARLIER, Ack, Push
+from serl_client.names import MAX_NAME, check_names
 from serl_client.outbox import Outbox
 from serl_client.spec import Spec
 
@@ -65,8 +66,7 @@ class SendQueue:
         if isinstance(record, Outcome):
             if type(record.discard) is not bool or type(record.success) not in (bool, type(None)):
                 raise TypeError(f"an outcome's success and discard are Python's bool (numpy's is not): {record}")
-            if max(len(record.episode), len(record.judged_by)) > MAX_NAME:
-                raise TypeError(f"the names in an outcome have at most {MAX_NAME} characters: {record!r:.300}")
+            check_names("an outcome", record.episode, record.judged_by, error=TypeError)
         else:
             arrays = (*record.observation.values(), *record.extras.values(), record.action)
             size = sum(array.nbytes for array in arrays) + COLUMN_BYTES * len(record)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serl_client.errors import ConfigError, Refused
+from serl_client.names import check_names
 
 Array = NDArray[Any]
 DTYPES = (
@@ -21,7 +22,6 @@ MAX_RECORD = 63 << 20  # bytes of the smallest record that ends an episode: one 
 MAX_FEATURES = 240  # each is an array of a record
 MAX_SPEC = 512 << 10  # bytes of a Spec in a Hello
 MAX_BOUNDS = 4096  # numbers in a bound, because they are sent in the header of a Hello
-MAX_TEXT = 200  # characters of a feature's name, or of one of its entries'
 ROW = {  # columns of every row
     "reward": "float32", "intervened": "bool", "chunk_start": "bool", "time": "float64", "gap": "bool",
     "chunk_delay": "uint16",
@@ -67,8 +67,7 @@ class Feature:
                 f"the shape {self.shape} cannot be stored: at most {MAX_DIMENSIONS} sizes, each at least 1, and "
                 f"{MAX_ROW >> 20} MiB in all"
             )
-        if not all(_is_name(name) for name in self.names):
-            raise ConfigError(f"the names of a feature's entries are texts of at most {MAX_TEXT} characters")
+        check_names("a feature's entries", *self.names, error=ConfigError)
         if math.prod(self.shape) > MAX_BOUNDS and (self.low is not None or self.high is not None):
             raise ConfigError(f"a feature of the shape {self.shape} has no bounds: at most {MAX_BOUNDS} numbers have")
         for bound in ("low", "high", "neutral"):
@@ -150,8 +149,7 @@ class Spec:
         if not self.observation:
             raise ConfigError("a Spec needs at least one observation")
         names = [*self.observation, *self.extras]
-        if not all(_is_name(name) for name in names):
-            raise ConfigError(f"the names of features are texts of at most {MAX_TEXT} characters")
+        check_names("features", *names, error=ConfigError)
         if len(set(names)) < len(names) or not all(name.startswith("observation.") for name in self.observation):
             raise ConfigError(f"observations are called observation.<name>, and no name comes twice: {names}")
         if reserved := {"action", *ROW} & set(names):
@@ -230,10 +228,6 @@ def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], unsaid: tuple
     told = {*mine, *theirs} - {name for name in {*mine} ^ {*theirs} if name.endswith(unsaid)}
     names = [name for name in sorted(told) if mine.get(name) != theirs.get(name)]
     return "; ".join(f"{name}: {mine.get(name)}, {theirs.get(name)}" for name in names)
-
-
-def _is_name(name: object) -> bool:
-    return isinstance(name, str) and len(name) <= MAX_TEXT
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -20,7 +20,8 @@ import numpy as np
 import xxhash
 
 from serl_client.errors import MessageError
-from serl_client.spec import DTYPES, MAX_DIMENSIONS, MAX_TEXT, Array
+from serl_client.names import MAX_NAME
+from serl_client.spec import DTYPES, MAX_DIMENSIONS, Array
 
 Buffer = bytes | memoryview
 
@@ -250,9 +251,9 @@ def _listed(shape: Any) -> list[Any]:
 
 @lru_cache(256, typed=True)  # one actor's arrays are the same in each message; True and 1.0 are not 1
 def _described(name: str, dtype: str, *shape: int) -> tuple[str, str, tuple[int, ...], int]:
-    if type(name) is not str or len(name) > MAX_TEXT or len(shape) > MAX_DIMENSIONS:
+    if type(name) is not str or len(name) > MAX_NAME or len(shape) > MAX_DIMENSIONS:
         raise ValueError(
-            f"an array has a name of at most {MAX_TEXT} characters and at most {MAX_DIMENSIONS} dimensions"
+            f"an array has a name of at most {MAX_NAME} characters and at most {MAX_DIMENSIONS} dimensions"
         )
     least = nbytes = ITEMSIZE.get(dtype, 0)  # `least`: an empty dimension does not excuse the others
     for size in shape:
