@@ -32,6 +32,7 @@ from robot_infra.stages import stages_of
 from robot_infra.teleop.keyboard import LEGEND, Keyboard
 from serl_launcher.config import composed, factory, groups
 from serl_launcher.launcher import launch, writable
+from serl_launcher.sharing import keep_private, take_over
 
 MOST_ENVS = 64
 CONFIG = Path(__file__).resolve().parent.parent / "config"
@@ -61,6 +62,7 @@ def run(config: DictConfig) -> int:
     """Run one side; returns the exit status."""
     if config.learner == config.actor:
         raise ConfigError("say which side this is: learner=true or actor=true")
+    keep_private(config.share)
     if config.learner:
         log_as("launcher")
         return launch(config)
@@ -102,6 +104,7 @@ def act_in(config: DictConfig, place: int = 0) -> int:
         operator = stages_of(env, keyboard, config.task.stages)
         deadline = deadline_of(config.deadline_s, env.spec.fps, env.clock)
         folder = writable(Path(str(config.run_dir)) / "actors" / name)
+        take_over(folder, config.share)
         with TrainerClient(
             f"tcp://{config.ip}:{config.port}", actor=name, spec=env.spec, outbox=folder / "outbox",
             capacity=int(config.outbox_gb * 1e9), paced=env.clock == "simulated", has_operator=env.has_operator,

@@ -20,7 +20,7 @@ from typing import IO
 from omegaconf import DictConfig, OmegaConf, open_dict
 from serl_client.errors import ConfigError, RetakeError, full_disk
 from serl_client.frames import MAX_HISTORY
-from serl_client.lockfile import lock_folder
+from serl_client.lockfile import lock_folder, sign
 from serl_client.names import cleaned
 
 from serl_launcher.config import saved
@@ -30,6 +30,7 @@ from serl_launcher.error_log import ERRORS, first_line, write_traceback
 from serl_launcher.service.access import AllowList, check_address
 from serl_launcher.service.link import report_end
 from serl_launcher.service.sockets import SERVER, socket_folder
+from serl_launcher.sharing import group_of, take_over
 from serl_launcher.store.extras import ANY, with_extras
 from serl_launcher.store.files import make_folder
 from serl_launcher.supervisor import LEARNING, REFUSED, Supervisor, begun_file, killed_with_parent
@@ -61,12 +62,15 @@ def launch(config: DictConfig) -> int:
     children = ["importer"] * bool(imports) + ["export"] * bool(exports)
     if config["keys"]:
         AllowList(Path(config["keys"]))
+    group_of(config.share)
     check_address(f"tcp://{config.host}:{config.port}", config["keys"])
     check_address(f"tcp://{config.bridge.host}:{config.bridge.port}", config["keys"], "bridge.host")
     run_dir = writable(Path(str(config.run_dir)))
-    with _lock(run_dir), socket_folder() as sockets:
+    with _lock(run_dir) as lock, socket_folder() as sockets:
         _check_ports(config)
         describe_store(config, plan)
+        sign(lock)
+        take_over(run_dir, config.share)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
         log.info("in %s: %s", run_dir, " ".join(config.remembered))
         first = ["server", *children, *([] if "importer" in children else LEARNING)]

@@ -27,6 +27,7 @@ from serl_launcher.datasets import robomimic, shards
 from serl_launcher.datasets.export import export_run
 from serl_launcher.datasets.inspection import Findings, inspect
 from serl_launcher.datasets.reader import Dataset
+from serl_launcher.sharing import is_shared, keep_private
 
 TELL_S = 2.0  # between two words on how far a merge is
 SHOWN = 3  # places that are named of each finding
@@ -53,6 +54,7 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("serl_launcher.datasets").setLevel(logging.INFO)  # how far it is
+    keep_private("run" in options and is_shared(options.run))
     try:
         if options.command == "export":
             print(*export_run(options.run, max(1, options.episodes), options.source), sep="\n")

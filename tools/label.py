@@ -27,6 +27,7 @@ from serl_client.reach import explained
 from serl_client.runner import VERDICTS
 from serl_client.spec import Spec
 
+from serl_launcher.sharing import is_shared, keep_private
 from serl_launcher.store.index import Index
 
 NAME = "operator"
@@ -51,6 +52,7 @@ def main() -> None:
         if not options.episode:
             print("\n".join(map(cleaned, listed(options.run_dir))))
             return
+        keep_private(is_shared(options.run_dir))
         outcome = Outcome(options.episode, VERDICTS[options.verdict], options.verdict == "discard", judged_by=NAME)
         look_up(options.run_dir, options.episode)
         outbox = options.run_dir / "actors" / NAME / "outbox"

@@ -1,12 +1,15 @@
 """Loads the driver of an arm by its name in the yaml, and locks the arm to one owner: a second program is refused."""
 
+import fcntl
 import hashlib
+import logging
 import os
 import pkgutil
 import socket
+import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, cast
 
 from serl_client import clock
@@ -14,12 +17,14 @@ from serl_client.errors import ConfigError
 
 from robot_infra.drivers.arm import Arm
 
+log = logging.getLogger(__name__)
+
 PATIENCE = 2.0  # seconds: a guard whose actor has gone holds for one more second
 
 
 @contextmanager
 def open_arm(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[Arm]:
-    """Own the arm at this address, make its driver, and close it at the end.
+    """Own the arm at this address and each `port` of its options, make its driver, and close it at the end.
 
     driver: the full name of a class, package.module.Class. Raises ConfigError if there is no such class, if it takes
     other options, or if the arm has an owner; RobotFault if the arm does not answer.
@@ -31,7 +36,7 @@ def open_arm(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[
     if not (isinstance(kind, type) and issubclass(kind, Arm)):
         raise ConfigError(f"the driver {driver} is no class derived from robot_infra.drivers.arm.Arm")
     make = cast(Callable[..., Arm], kind)
-    with owned(address):
+    with owned(address, *_ports(options)):
         try:
             arm = make(address=address, **options)
         except TypeError as error:
@@ -42,24 +47,61 @@ def open_arm(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[
             arm.close()
 
 
-@contextmanager
-def owned(address: str) -> Iterator[None]:
-    """Own the arm at this address: a device, a host or a serial number. Two names of one device are the same.
+def _ports(options: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the ports of further devices (a leader arm, a gripper); an arm with a driver of its own owns its own."""
+    for name, value in options.items():
+        if isinstance(value, Mapping) and "driver" not in value:
+            yield from _ports(value)
+        elif name.endswith("port") and isinstance(value, str):
+            yield value
 
-    The kernel frees the arm when its owner dies: this is a name of Linux's abstract sockets, and no file. Raises
-    ConfigError, which names the owner's process, if the arm has one.
+
+@contextmanager
+def owned(*addresses: str) -> Iterator[None]:
+    """Own what is at these addresses: devices, hosts or serial numbers. Two names of one device are the same.
+
+    The kernel frees them when their owner dies: a device by its lock (flock), anything by a name of Linux's abstract
+    sockets. Any user may take such a name, so another user's is no reason to leave a device alone that we have locked.
+    Raises ConfigError, which names the owner's process and user, if one of them has an owner.
     """
-    place = os.path.realpath(address) if os.path.exists(address) else address.strip().lower()
-    name = f"\0retake-arm-{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as claim:
-        deadline = clock.monotonic() + PATIENCE
-        while not _claimed(claim, name):
-            if clock.monotonic() > deadline:
-                raise ConfigError(
-                    f"the arm at {address} is in use by {_owner(name)}: stop its actor, or give another address"
-                )
-            clock.sleep(0.05)
+    places = {os.path.realpath(each) if os.path.exists(each) else each.strip().lower(): each for each in addresses}
+    with ExitStack() as stack:
+        for place, address in places.items():
+            _own(place, address, stack)
         yield
+
+
+def _own(place: str, address: str, stack: ExitStack) -> None:
+    name = f"\0retake-arm-{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}"
+    claim, device = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)), _device(place)
+    if device is not None:
+        stack.callback(os.close, device)
+    deadline = clock.monotonic() + PATIENCE
+    while not ((is_locked := _locked(device)) and _claimed(claim, name)):
+        if clock.monotonic() > deadline:
+            owner, is_ours = _owner(name)
+            if device is None or is_ours or not is_locked:
+                raise ConfigError(f"the arm at {address} is in use by {owner}: stop its actor, or give another address")
+            log.warning("the arm at %s: %s has taken its name, but not its device, so we go on", address, owner)
+            return
+        clock.sleep(0.05)
+
+
+def _device(place: str) -> int | None:
+    """Open a character device beside its driver; None if it is none, or may not be opened: then the driver says why."""
+    with suppress(OSError):
+        if stat.S_ISCHR(os.stat(place).st_mode):
+            return os.open(place, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK)
+    return None
+
+
+def _locked(device: int | None) -> bool:
+    try:
+        if device is not None:
+            fcntl.flock(device, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _claimed(claim: socket.socket, name: str) -> bool:
@@ -71,11 +113,12 @@ def _claimed(claim: socket.socket, name: str) -> bool:
     return True
 
 
-def _owner(name: str) -> str:
-    """Return who owns this name."""
+def _owner(name: str) -> tuple[str, bool]:
+    """Return who owns this name, and whether that is a program of our user."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe, suppress(OSError):
         probe.setblocking(False)
         probe.connect(name)
-        process, *_ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return f"process {process}"
-    return "another process"
+        process, user, _ = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        is_ours = user == os.geteuid()
+        return f"process {process}" + ("" if is_ours else f" of another user, {user}"), is_ours
+    return "a program that hides its number, and may be another user's", False

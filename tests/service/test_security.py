@@ -1,7 +1,6 @@
 """Who is let in, as what, for how long: real sockets and real keys, and what a status tells of those who are not."""
 
 import contextlib
-import logging
 import resource
 import shutil
 import socket

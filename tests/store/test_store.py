@@ -55,8 +55,11 @@ def test_a_repeated_record_is_ignored_and_a_gap_is_named(tmp_path, made):
         (make_segment("e0", start=5), r"e0\[5\] came where e0\[4\]"),
         *((make_segment("e0", start=4, directive=d), f"no directive {d}") for d in (9, 2**31, 2**40, 2**53 - 1)),
         (replace(make_segment("e0", start=4), task="odd"), "a number that no column holds"),
-        *((replace(make_segment("e1"), **{where: bad}), "printable")
-           for where in ("episode", "task") for bad in BAD_NAMES),
+        *(
+            (replace(make_segment("e1"), **{where: bad}), "printable")
+            for where in ("episode", "task")
+            for bad in BAD_NAMES
+        ),
         *((make_segment("e1", phase=bad), "printable") for bad in BAD_NAMES),
     ],
 )

@@ -20,15 +20,15 @@ STRANGE = {errno.ELOOP: "it is a link", errno.EISDIR: "it is a folder", errno.EN
            errno.EACCES: "it belongs to somebody else"}  # fmt: skip
 
 
-def open_lock(folder: Path, mode: int = 0o666) -> IO[str]:
-    """Open `lock` in a folder to read and to append; make it with this mode if it is not there.
+def open_lock(folder: Path) -> IO[str]:
+    """Open `lock` in a folder to read and to append; make it if it is not there.
 
     Raises ConfigError if it is no plain file, has other names or is not ours to write; OSError if the disk fails.
     Nothing is changed then.
     """
     path = folder / "lock"
     try:
-        descriptor = os.open(path, FLAGS, mode)
+        descriptor = os.open(path, FLAGS, 0o640)
     except OSError as error:
         if error.errno not in STRANGE:
             raise
@@ -40,22 +40,26 @@ def open_lock(folder: Path, mode: int = 0o666) -> IO[str]:
     raise _refusal(path, "it has other names" if stat.S_ISREG(found.st_mode) else "it is no file")
 
 
-def lock_folder(folder: Path, taken: Callable[[str], str], mode: int = 0o666) -> IO[str]:
-    """Lock a folder, and return its open lock file, which names our process: the folder is ours until it is closed.
+def lock_folder(folder: Path, taken: Callable[[str], str]) -> IO[str]:
+    """Lock a folder, and return its open lock file: the folder is ours until it is closed. Its content stays.
 
     taken: makes the error's text from the number of the process that has the folder. The file may be a colleague's who
     ran there before. Raises ConfigError as `open_lock` does, and if another process has the folder.
     """
-    file = open_lock(folder, mode)
+    file = open_lock(folder)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         with file:
             raise ConfigError(taken(file.read().strip() or "unknown")) from None
-    with suppress(OSError):  # a full disk
-        file.truncate(0)
-        os.write(file.fileno(), str(os.getpid()).encode())
     return file
+
+
+def sign(lock: IO[str]) -> None:
+    """Write our process into a lock that we hold, for whoever finds it taken."""
+    with suppress(OSError):  # a full disk
+        lock.truncate(0)
+        os.write(lock.fileno(), str(os.getpid()).encode())
 
 
 def _refusal(path: Path, why: str) -> ConfigError:

@@ -29,7 +29,7 @@ import serl_client.messages as messages
 import serl_client.wire as wire
 from serl_client.episode import LostRecord
 from serl_client.errors import ConfigError, MessageError
-from serl_client.lockfile import lock_folder
+from serl_client.lockfile import lock_folder, sign
 from serl_client.recent import RecentRecords
 
 log = logging.getLogger(__name__)
@@ -76,9 +76,10 @@ class Outbox:
         self.folder = folder
         self.fault = ""  # why the last append failed
         self._capacity = capacity
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(0o700, parents=True, exist_ok=True)
         taken = "the outbox {} is in use by process {}: stop it, or give this actor a name of its own (name=...)"
-        self._lock = lock_folder(folder, lambda process: taken.format(folder, process), 0o600)
+        self._lock = lock_folder(folder, lambda process: taken.format(folder, process))
+        sign(self._lock)
         self._files: list[_File] = []  # in the order of writing; replaced, never changed: `pending` reads it
         self._expected: dict[str, int] = {}  # first unacknowledged seq of a session
         self._writing = ""  # the session that grows
