@@ -95,9 +95,9 @@ def _follow(config: DictConfig) -> int:
     """Run the ranks of a node beyond the first. Rank 0 tells them the run's config."""
     said = "node %d of %d: starting this node's ranks; node 0 at %s defines the run"
     log.info(said, config.node_rank, config.nodes, config.main)
-    with tempfile.TemporaryDirectory(prefix="retake-") as folder:
-        OmegaConf.save(config, Path(folder) / "config.yaml", resolve=True)
-        return Supervisor(Path(folder), "", ["trainer"]).run()
+    with socket_folder() as folder:
+        OmegaConf.save(config, folder / "config.yaml", resolve=True)
+        return Supervisor(folder, "", ["trainer"]).run()
 
 
 def ranks_of(config: DictConfig) -> int:

@@ -77,6 +77,7 @@ class Supervisor:
         if self._local:
             begun_file(name, self._local).unlink(missing_ok=True)
         here = {key: value for key, value in os.environ.items() if key not in RANKED}
+        here["TMPDIR"] = str(begun_file(name, self._local).parent if self._local else self._run_dir)  # goes with us
         self._children[name] = subprocess.Popen(
             command, preexec_fn=partial(_begin, name), stdin=subprocess.DEVNULL, env=here
         )

@@ -3,7 +3,7 @@
 It lies below XDG_RUNTIME_DIR, or below the system's temporary folder, where others may make any name before us. So it
 gets a new name, and is opened before it is believed: as a folder and no link, with our user as its owner. Its lock is
 that of the open folder. Nothing is written into what was there before. Beside the socket `server` lie the files
-`<process>.begun` (supervisor.py).
+`<process>.begun` (supervisor.py), and what the processes of a run make as temporary files: all goes with the folder.
 """
 
 import errno
@@ -94,6 +94,6 @@ def _forget_dead(place: Path) -> None:
     with suppress(OSError):
         for folder in place.glob(f"{PREFIX}*"):
             with suppress(OSError), _private(folder) as descriptor:
-                if (folder / SERVER).is_socket():  # else it is new, and about to be locked
+                if os.listdir(folder):  # else it is new, and about to be locked
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)

@@ -27,8 +27,8 @@ from serl_launcher.service import sockets
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes what belongs to another user")
 LEARNER = (
-    "import signal, socket\nfrom serl_launcher.service.sockets import socket_folder\nwith socket_folder() as folder:\n"
-    " socket.socket(socket.AF_UNIX).bind(str(folder / 'server'))\n print(folder, flush=True)\n signal.pause()"
+    "import signal\nfrom serl_launcher.service.sockets import socket_folder\nwith socket_folder() as folder:\n"
+    " (folder / 'temporary').write_text('of a process')\n print(folder, flush=True)\n signal.pause()"
 )
 
 
