@@ -31,12 +31,14 @@ from serl_launcher.service.access import AllowList, check_address
 from serl_launcher.service.link import report_end
 from serl_launcher.service.sockets import SERVER, socket_folder
 from serl_launcher.sharing import group_of, take_over
+from serl_launcher.store.creation import check_store
 from serl_launcher.store.extras import ANY, with_extras
 from serl_launcher.store.files import make_folder
 from serl_launcher.supervisor import LEARNING, REFUSED, Supervisor, begun_file, killed_with_parent
 from serl_launcher.training import metrics
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of
+from serl_launcher.training.resuming import check_resumable
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,9 @@ def launch(config: DictConfig) -> int:
     with _lock(run_dir) as lock, socket_folder() as sockets:
         _check_ports(config)
         describe_store(config, plan)
+        with suppress(sqlite3.Error):  # of a disk: the server says it
+            check_store(run_dir / "store", plan.capacities)
+        check_resumable(run_dir / "checkpoints", config, plan)
         sign(lock)
         take_over(run_dir, config.share)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)

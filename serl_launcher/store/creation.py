@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 from serl_client.errors import ConfigError
@@ -29,6 +30,23 @@ def is_there(folder: Path) -> bool:
             "bring that file back, or begin another run_dir. Nothing was changed"
         )
     return False
+
+
+def check_store(folder: Path, capacities: Mapping[str, int]) -> None:
+    """Raise ConfigError if a store lies here and cannot be resumed with these capacities. Changes nothing."""
+    if is_there(folder):
+        with closing(Index(folder / INDEX, read_only=True)) as index:
+            check_capacities(folder, index.sources(), capacities)
+
+
+def check_capacities(folder: Path, sources: Mapping[str, Source], capacities: Mapping[str, int]) -> None:
+    """Raise ConfigError if a source is there with another capacity."""
+    there = {name: sources[name].capacity for name in capacities if name in sources}
+    if there != {name: capacities[name] for name in there}:
+        raise ConfigError(
+            f"the run in {folder.parent} has sources of these capacities: {there}, the plan says "
+            f"{dict(capacities)}. A capacity is for the life of a run: take the old one, or another run_dir"
+        )
 
 
 def make_store(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:

@@ -27,25 +27,32 @@ DISK = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.
 class Index:
     """The database of one store. Every method that writes is part of a transaction that `commit` ends."""
 
-    def __init__(self, path: Path) -> None:
-        """Open the index, or make it. Raises ConfigError for one that is damaged, and sqlite3.Error when the disk
-        fails. SQLite looks at every page and the type of every value; what the store goes on from has checksums, too,
-        and those of all past episodes are for `damaged_rows`."""
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        """Open the index, or make it; read_only: nothing is written, whatever a killed learner has left.
+
+        Raises ConfigError for one that is damaged, and sqlite3.Error when the disk fails. SQLite looks at every page
+        and the type of every value; what the store goes on from has checksums, too, and those of all past episodes are
+        for `damaged_rows`.
+        """
         new = not path.exists()
         if not new and path.stat().st_size == 0:
             raise _damaged(path, "it is empty")
         self._path = path
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        log = path.with_name(f"{path.name}-wal")
+        way = "immutable=1" if not log.exists() or log.stat().st_size == 0 else "mode=ro"
+        place = f"{path.absolute().as_uri()}?{way}" if read_only else path
+        self._db = sqlite3.connect(place, isolation_level=None, check_same_thread=False, uri=read_only)
         try:
             with _clear(path):
-                self._begin(new)
+                self._begin(new, read_only)
         except BaseException:
             self._db.close()
             raise
 
-    def _begin(self, new: bool) -> None:
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")
+    def _begin(self, new: bool, read_only: bool) -> None:
+        if not read_only:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
         if new:
             self._db.executescript(f"BEGIN; {SCHEMA} COMMIT;")
             self.set_meta("format", FORMAT)

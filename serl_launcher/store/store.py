@@ -26,7 +26,7 @@ from serl_client.spec import Array, Spec
 
 from serl_launcher.store.archive import Archive
 from serl_launcher.store.aside import LEARNER, SESSION
-from serl_launcher.store.creation import INDEX, is_there, make_store
+from serl_launcher.store.creation import INDEX, check_capacities, is_there, make_store
 from serl_launcher.store.directives import EVALUATE, Directives
 from serl_launcher.store.episodes import Episodes
 from serl_launcher.store.errors import Full, Gap, GroupFailed
@@ -108,14 +108,12 @@ class Store:
     def resume(cls, folder: Path, capacities: Mapping[str, int], archived: Collection[str] = ()) -> "Store":
         """The store that is there, with sources added that it lacks. Raises ConfigError as `create` does."""
         store = cls(folder, archived)
-        there = {name: store.sources[name].capacity for name in capacities if name in store.sources}
-        if there != {name: capacities[name] for name in there}:
+        try:
+            check_capacities(folder, store.sources, capacities)
+        except ConfigError:
             store.close()
-            raise ConfigError(
-                f"the run in {folder.parent} has sources of these capacities: {there}, the plan says "
-                f"{dict(capacities)}. A capacity is for the life of a run: take the old one, or another run_dir"
-            )
-        if added := {name: capacities[name] for name in capacities if name not in there}:
+            raise
+        if added := {name: capacities[name] for name in capacities if name not in store.sources}:
             allocate(folder, store.spec, added)
             store.index.put(*(Source(name, capacity) for name, capacity in added.items()))
             store.index.commit()

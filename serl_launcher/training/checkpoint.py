@@ -13,11 +13,11 @@ from typing import Any
 import safetensors.torch
 import torch
 from serl_client.errors import ConfigError
-from serl_client.spec import Spec, difference
+from serl_client.spec import Spec
 from torch import Tensor
 
-from serl_launcher.config import renamed
 from serl_launcher.store.files import sync_folder, write_synced
+from serl_launcher.training.resuming import FORMAT, MANIFEST, check_fit, checkpoints
 from serl_launcher.training.staging import Staging
 
 log = logging.getLogger(__name__)
@@ -25,8 +25,7 @@ log = logging.getLogger(__name__)
 SOON_S = 1.0  # seconds from a start to its first checkpoint; each interval is twice the one before
 SHARE = 0.1  # largest share of the time that goes into checkpoints
 
-FORMAT = 4  # of the state; 4: tensors lie in a file of their own
-STATE, TENSORS, MANIFEST = "state.pt", "tensors.safetensors", "manifest.json"
+STATE, TENSORS = "state.pt", "tensors.safetensors"
 PLACE = "tensor of " + TENSORS  # {PLACE: name} stands in STATE for a tensor
 ASIDE = ".aside"  # folder that is being written; after a crash the next save removes it
 
@@ -68,7 +67,7 @@ class Checkpoints:
         self, folder: Path, *, spec: Spec, config: Mapping[str, Any], changeable: Collection[str] = (), keep: int = 3
     ) -> None:  # fmt: skip
         self.folder, self.spec, self.keep, self._changeable = folder, spec, keep, changeable
-        self.config = json.loads(json.dumps(config))  # as it reads back from the manifest
+        self.config = config
         self.staging = Staging()
         self._broken: set[Path] = set()  # found by load
 
@@ -82,10 +81,12 @@ class Checkpoints:
         plain = io.BytesIO()
         torch.save(_take_out(state, "", tensors, {}), plain)
         self.staging.copy(tensors)
-        return partial(self._write, updates, plain.getbuffer(), pinned)
+        plan = state.get("plan") or {"at": {"phase": None}, "phase": {}}
+        place = {"phase": plan["at"]["phase"], "said": plan["phase"], "phases": state.get("phases", [])}
+        return partial(self._write, updates, plain.getbuffer(), pinned, place)
 
-    def _write(self, updates: int, plain: memoryview, pinned: str) -> Path:
-        numbers = [int(path.name) for path in self._paths()]
+    def _write(self, updates: int, plain: memoryview, pinned: str, place: Mapping[str, Any]) -> Path:
+        numbers = [int(path.name) for path in checkpoints(self.folder)]
         path, aside = self.folder / f"{max(numbers, default=0) + 1:06d}", self.folder / ASIDE
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -94,6 +95,7 @@ class Checkpoints:
             write_synced(aside / name, data)
         manifest = {
             "format": FORMAT, "updates": updates, "pinned": pinned, "spec": self.spec.to_dict(), "config": self.config,
+            "plan": place,
             "sha256": {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()},
         }  # fmt: skip
         write_synced(aside / MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -111,14 +113,14 @@ class Checkpoints:
         Raises ConfigError if that one was made with another Spec, config or version of this program. Also if there
         are checkpoints and none is whole, because a run that began again would replace what it had learned.
         """
-        for path in reversed(self._paths()):
+        for path in reversed(checkpoints(self.folder)):
             try:
                 manifest = _whole(path)
             except (OSError, ValueError, KeyError) as error:
                 log.warning("checkpoint %s is broken and skipped: %s", path, error)
                 self._broken.add(path)
                 continue
-            fits = self._fits(path, manifest)
+            fits = check_fit(path, manifest, self.config, lambda: self._changeable, self.spec)
             plain = torch.load(path / STATE, map_location="cpu", weights_only=True)
             state = _put_back(plain, safetensors.torch.load_file(path / TENSORS))
             return state if fits else {**state, "algorithm": None}
@@ -129,37 +131,12 @@ class Checkpoints:
             )
         return None
 
-    def _paths(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("[0-9]*") if path.name.isdecimal())
-
     def _forget(self) -> None:
-        ends = {path: _pinned(path) for path in self._paths()}
+        ends = {path: _pinned(path) for path in checkpoints(self.folder)}
         newest = {phase: path for path, phase in ends.items() if phase}
         paths = [path for path, phase in ends.items() if newest.get(phase) != path]
         for path in [*self._broken.intersection(paths), *[p for p in paths if p not in self._broken][: -self.keep]]:
             shutil.rmtree(path)
-
-    def _fits(self, path: Path, manifest: Mapping[str, Any]) -> bool:
-        """Return whether the checkpoint is of this config; False only for one that had learned nothing."""
-        if manifest.get("format") != FORMAT:
-            raise ConfigError(f"{path} was made by another version of this program: begin anew with another run_dir")
-        spec = self.spec.difference(Spec.from_dict(manifest["spec"]))
-        config = difference(*(_without(each, self._changeable) for each in (self.config, renamed(manifest["config"]))))
-        for kind, differs in (("robot (its Spec)", spec), ("algorithm", config)):
-            if differs and (spec or manifest["updates"]):
-                raise ConfigError(
-                    f"{path} was made with another {kind}. This run's value, then the checkpoint's: {differs}. "
-                    "Ask for what the checkpoint has, or begin anew with another run_dir"
-                )
-        return not config
-
-
-def _without(tree: Any, names: Collection[str], where: str = "") -> Any:
-    """Return a tree of plain data without the entries of these dotted names."""
-    if not isinstance(tree, Mapping):
-        return tree
-    kept = {key: (f"{where}{key}", value) for key, value in tree.items() if f"{where}{key}" not in names}
-    return {key: _without(value, names, f"{name}.") for key, (name, value) in kept.items()}
 
 
 def _whole(path: Path) -> dict[str, Any]:

@@ -241,15 +241,7 @@ class PlanState:
         Raises ConfigError if the plan has no such phase any more, or if it was edited and `accept` is False.
         """
         at = PhasePosition(**{**state["at"], "turn": tuple(state["at"]["turn"])})
-        if at.phase is not None:
-            check_choice(
-                at.phase, self.plan.phases, "phase", "the checkpoint stands in a phase that the plan does not have"
-            )
-            then, now = _completed(state["phase"]), _plain(self.plan.phases[at.phase])
-            edits = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
-            if edits and not accept:
-                text = "; ".join(edits)
-                raise ConfigError(f"phase {at.phase!r} was edited since the checkpoint ({text}): restore or accept it")
+        check_unedited(self.plan, at.phase, state["phase"], accept=accept)
         self.at, self.updates = at, state["updates"]
         self.bucket = self._bucket(state["uncounted_steps"])
 
@@ -327,6 +319,21 @@ class PlanState:
 
     def _env_steps(self, progress: Progress) -> int:
         return int(self._count("env_steps", progress))
+
+
+def check_unedited(plan: Plan, name: str | None, said: Mapping[str, Any], *, accept: bool) -> None:
+    """Raise ConfigError if the plan lacks the phase that a checkpoint stands in, or says it otherwise, unless `accept`.
+
+    name: of that phase; None: the plan had ended. said: the phase as it was.
+    """
+    if name is None:
+        return
+    check_choice(name, plan.phases, "phase", "the checkpoint stands in a phase that the plan does not have")
+    then, now = _completed(said), _plain(plan.phases[name])
+    edits = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
+    if edits and not accept:
+        text = "; ".join(edits)
+        raise ConfigError(f"phase {name!r} was edited since the checkpoint ({text}): restore or accept it")
 
 
 def _completed(phase: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from serl_launcher.training.learner import Learner
 from serl_launcher.training.metrics import MetricsLog, mirrored
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.ranks import Ranks, launch_ranks
+from serl_launcher.training.resuming import algorithm_of
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, worl
     learner = Learner(
         run_dir=run_dir, link=link, plan=plan, ranks=ranks, sources=sources,
         checkpoints=Checkpoints(
-            run_dir / "checkpoints", spec=spec, config={"algo": OmegaConf.to_container(config.algo, resolve=True)},
+            run_dir / "checkpoints", spec=spec, config=algorithm_of(config),
             changeable=changeable(config, "algo"),
         ),
         metrics=MetricsLog(run_dir / "metrics.jsonl"), console=shown, batch_size=config.batch_size,

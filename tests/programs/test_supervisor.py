@@ -109,6 +109,14 @@ def test_an_importer_that_refuses_to_run_ends_the_run(family):
     assert family("importer", supervisor.REFUSED) == ([], 1)
 
 
+def test_temporary_files_of_a_runs_processes_lie_in_the_folder_that_goes_with_it(tmp_path, monkeypatch):
+    places = []
+    monkeypatch.setattr(supervisor.subprocess, "Popen", lambda *_, env, **__: places.append(env["TMPDIR"]))
+    supervisor.Supervisor(tmp_path / "run", f"ipc://{tmp_path}/sockets/server", [])._start("export")
+    supervisor.Supervisor(tmp_path / "sockets", "", [])._start("trainer")  # of a node beyond the first
+    assert places == [f"{tmp_path}/sockets"] * 2
+
+
 def test_a_child_is_killed_with_its_parent():
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:

@@ -1,0 +1,137 @@
+"""Another user of the machine tries to read, to truncate, to take an arm's name, and to connect."""
+
+import grp
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from serl_client.errors import ConfigError
+from serl_client.outbox import Outbox
+
+from robot_infra.drivers import owner
+from serl_launcher.sharing import is_shared, keep_private, take_over
+from serl_launcher.store.store import Store
+from tests.shared.common import ROOT
+
+NOBODY, OTHERS = 65534, 65533  # user and group
+OPEN = """
+import os, sys
+for path in sys.argv[1:]:
+    for way in ("RDONLY", "WRONLY"):
+        try:
+            os.close(os.open(path, getattr(os, f"O_{way}")))
+            print(way, os.path.basename(path))
+        except PermissionError:
+            pass
+"""
+SQUAT = """
+import socket, sys
+squatter = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+squatter.bind("\\0" + sys.argv[1])
+if sys.argv[2] == "listens":
+    squatter.listen()
+print("taken", flush=True)
+sys.stdin.read()
+"""
+CONNECT = """
+import sys
+from serl_client import messages as m
+from serl_client.connection import Connection
+from serl_client.errors import TrainerError
+with Connection(sys.argv[1], m.Hello(m.PROTOCOL, "viewer", "eve")) as link:
+    try:
+        print("in:", link.call(m.Status(), 5.0))
+    except TrainerError as error:
+        print(type(error).__name__)
+"""
+
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv, to be another user"
+)
+
+
+@pytest.fixture
+def stranger():
+    """stranger(code, *words, group=OTHERS) -> a program of another user; it is killed at the end."""
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "packages/serl_client/src")))
+    with ExitStack() as stack:
+
+        def stranger(code, *words, group=OTHERS):
+            who = ["setpriv", f"--reuid={NOBODY}", f"--regid={group}", "--clear-groups"]
+            program = stack.enter_context(subprocess.Popen(
+                [*who, sys.executable, "-c", code, *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                text=True, cwd="/", env={"PYTHONPATH": paths, "PATH": os.environ["PATH"]},
+            ))  # fmt: skip
+            stack.callback(program.kill)
+            return program
+
+        yield stranger
+
+
+@pytest.fixture
+def place():
+    """A folder that all users may enter."""
+    before = os.umask(0o022)
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+    os.umask(before)
+
+
+@pytest.mark.parametrize("is_sharing", [False, True], ids=["private", "shared"])
+def test_an_older_run_is_its_users_alone_or_read_by_the_group_that_shares_it(place, stranger, spec, is_sharing):
+    share = grp.getgrall()[-1]
+    Store.create(place / "run/store", spec, {"online": 400}).close()
+    (place / "run/config.yaml").touch()
+    files = [path for path in (place / "run").rglob("*") if path.is_file()]
+    assert stranger(OPEN, *files).stdout.read().count("RDONLY") == len(files), "before it was taken over"
+    take_over(place / "run", share.gr_name if is_sharing else None)
+    assert is_shared(place / "run") == is_sharing
+    keep_private(is_sharing)
+    (place / "run/weights").mkdir()
+    files.append(place / "run/weights/new")
+    files[-1].touch()
+    outbox = Outbox(place / "outbox", 1 << 20)
+    assert stranger(OPEN, *files, outbox.folder / "lock").stdout.read() == ""
+    if is_sharing:
+        said = stranger(OPEN, *files, group=share.gr_gid).stdout.read()
+        assert sorted(said.split("\n")[:-1]) == sorted(f"RDONLY {path.name}" for path in files)
+
+
+def test_a_folder_that_holds_no_run_keeps_its_mode_and_a_group_that_is_not_there_is_told(place):
+    (place / "thesis").touch()
+    take_over(place, None)
+    assert place.stat().st_mode & 0o777 == 0o755
+    with pytest.raises(ConfigError, match=r"share=nobodies: there is no such group.*id -nG"):
+        take_over(place, "nobodies")
+
+
+@pytest.mark.parametrize("how", ["listens", "hides"])
+def test_an_arms_name_is_never_taken_in_silence_and_a_device_that_we_have_locked_is_ours(
+    stranger, monkeypatch, caplog, how
+):
+    monkeypatch.setattr(owner, "PATIENCE", 0.0)
+    device = os.ttyname(os.openpty()[1])
+    programs = []
+    for place in ("10.0.0.7", device):
+        name = f"retake-arm-{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}"
+        programs.append(stranger(SQUAT, name, how))
+        assert programs[-1].stdout.readline() == "taken\n"
+    who = [f"process {program.pid} of another user, {NOBODY}" for program in programs]
+    who = who if how == "listens" else ["a program that hides its number, and may be another user's"] * 2
+    with pytest.raises(ConfigError, match=f"the arm at 10.0.0.7 is in use by {who[0]}"), owner.owned("10.0.0.7"):
+        pass
+    with owner.owned(device):
+        assert f"the arm at {device}: {who[1]} has taken its name, but not its device" in caplog.text
+
+
+def test_with_keys_another_user_does_not_connect(stranger, serve, keys):
+    served = serve(keys=keys)
+    assert stranger(CONNECT, served.address).stdout.read().strip() in ("Timeout", "Disconnected", "Refused")
+    assert served.report()["clients"] == []

@@ -1,0 +1,108 @@
+"""A start that is refused changes nothing in the run's folder that it refused."""
+
+import json
+import os
+import socket
+import sys
+from contextlib import closing, contextmanager
+
+import pytest
+from omegaconf import OmegaConf
+
+from serl_launcher import launcher
+from serl_launcher.config import composed
+from serl_launcher.store.index import Index
+from serl_launcher.store.store import Store
+from serl_launcher.training.plan_reader import plan_of
+from serl_launcher.training.plan_state import PlanState
+from serl_launcher.training.resuming import FORMAT, algorithm_of
+from tests.shared.common import CONFIG, free_port, own_ports
+from tests.shared.here import TRAIN
+
+pytestmark = pytest.mark.usefixtures("same_loggers")
+
+
+@pytest.fixture
+def run(tmp_path, spec):
+    """The folder of a run that a learner has left in its first phase."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = composed(CONFIG, ["learner=true", f"run_dir={folder}"])
+    plan = plan_of(config)
+    Store.create(folder / "store", spec, plan.capacities).close()
+    state = PlanState(plan).state_dict()
+    place = {"phase": state["at"]["phase"], "said": state["phase"], "phases": list(plan.phases)}
+    manifest = {"format": FORMAT, "updates": 7, "config": algorithm_of(config), "plan": place}
+    (folder / "checkpoints/000001").mkdir(parents=True)
+    (folder / "checkpoints/000001/manifest.json").write_text(json.dumps(manifest))
+    OmegaConf.save(config, folder / "config.yaml", resolve=True)
+    (folder / "lock").write_text("4711")
+    folder.chmod(0o755)
+    return folder
+
+
+def seen(folder):
+    return {path: (path.lstat().st_mode, path.is_file() and path.read_bytes()) for path in (folder, *folder.rglob("*"))}
+
+
+@contextmanager
+def listening(_):
+    with socket.create_server(("127.0.0.1", port := free_port())):
+        yield [f"port={port}"]
+
+
+@contextmanager
+def of_another_format(folder):
+    with closing(Index(folder / "store/index.sqlite")) as index:
+        index.set_meta("format", 1)
+        index.commit()
+    yield []
+
+
+@contextmanager
+def checkpoint_of_another_version(folder):
+    path = folder / "checkpoints/000001/manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 1}))
+    yield []
+
+
+@contextmanager
+def in_use(folder):
+    with launcher._lock(folder):
+        yield []
+
+
+def saying(*words):
+    @contextmanager
+    def saying(_):
+        yield words
+
+    return saying
+
+
+@pytest.mark.parametrize(
+    ("hindrance", "why"),
+    [
+        (in_use, "is in use by the learner with process 4711"),
+        (listening, "cannot listen on 127.0.0.1"),
+        (of_another_format, "has the format 1"),
+        (checkpoint_of_another_version, "made by another version of this program"),
+        (saying("share=nobodies"), "no such group"),
+        (saying("plan.sources.demo.capacity=400"), "sources of these capacities"),
+        (saying("algo.discount=0.5"), r"made with another algorithm.*discount: 0.5, 0.97"),
+        (saying("plan.phases.baseline.until=[operator]", "plan.phases.demonstrate.until=[operator]"), "was edited"),
+    ],
+    ids=["in use", "port", "store", "checkpoint", "group", "capacity", "algorithm", "plan"],
+)
+def test_a_refused_start_changes_nothing_in_the_folder_that_it_refused(run, monkeypatch, hindrance, why):
+    umask = os.umask(0o022)
+    try:
+        with hindrance(run) as words:
+            before = seen(run)
+            given = ["train.py", "learner=true", f"run_dir={run}", *own_ports(), *words]
+            monkeypatch.setattr(sys, "argv", given)
+            with pytest.raises(SystemExit, match=why):
+                TRAIN.main()
+            assert seen(run) == before
+    finally:
+        assert os.umask(umask) == 0o077, "what a start makes is its user's own"
