@@ -12,16 +12,17 @@ import io
 import itertools
 import json
 import math
+import string
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 from serl_client.episode import COLUMNS, Segment, Stamp
-from serl_client.errors import ConfigError
+from serl_client.errors import ConfigError, RetakeError
 from serl_client.names import MAX_NAME, cleaned
 from serl_client.recorder import segment_rows
 from serl_client.spec import DTYPES, Array, Feature, Spec
@@ -31,6 +32,7 @@ from serl_launcher.datasets import names
 NEEDED = ("pyarrow", "av", "PIL")
 IMAGES = ("image", "video")
 WIDENED = 0.05  # share of an action's range added on either side, because statistics show only what happened
+WIDTH = 4  # characters that say how wide a number of a file's name is, at most
 CONSTANT = 0.01  # half the range of an action that never changed, times its size if above 1
 
 
@@ -45,7 +47,12 @@ class Dataset:
         if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
             raise ConfigError(f"a dataset needs {', '.join(missing)}: {names.INSTALL}")
         self.folder, self.name = folder, folder.resolve().name
-        self.info = _json(folder, "meta/info.json")
+        self._table: tuple[Path, Any] | None = None  # the table that was read last
+        with reading(folder):
+            self._open()
+
+    def _open(self) -> None:
+        self.info, folder = _json(self.folder, "meta/info.json"), self.folder
         version = str(self.info.get("codebase_version"))
         if not version.startswith("v3."):
             raise ConfigError(
@@ -55,7 +62,7 @@ class Dataset:
         try:
             self.fps = float(self.info["fps"])
             self.features = {name: made for name, entry in self.info["features"].items() if (made := _feature(entry))}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, ConfigError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder}: meta/info.json is not LeRobot's (no fps, or features): {error!r}") from None
         self._episodes = self._read_episodes()
         self.lengths: list[int] = [episode["length"] for episode in self._episodes]
@@ -64,20 +71,36 @@ class Dataset:
                 f"{folder} is not whole: its episodes have {sum(self.lengths):,} frames, meta/info.json says "
                 f"{self.info['total_frames']:,}"
             )
-        self._table: tuple[Path, Any] | None = None  # the table that was read last
 
     def episode(self, index: int) -> "Episode":
         """Read an episode, its images not yet. Raises ConfigError if rows are missing."""
         entry = self._episodes[index]
-        template, chunk, file = self.info["data_path"], entry["data/chunk_index"], entry["data/file_index"]
-        path = self.folder / template.format(chunk_index=chunk, file_index=file)
-        if self._table is None or self._table[0] != path:
-            self._table = path, _parquet(path)
-        table = self._table[1]
-        rows = np.flatnonzero(table["episode_index"].to_numpy() == entry["episode_index"])
-        if len(rows) != entry["length"]:
-            raise ConfigError(f"{path} has {len(rows)} rows of episode {index}, which has {entry['length']} frames")
-        return Episode(self, entry, table.slice(rows[0], len(rows)))
+        with reading(self.folder):
+            chunk, file = entry["data/chunk_index"], entry["data/file_index"]
+            path = self.path(self.info["data_path"], chunk_index=chunk, file_index=file)
+            if self._table is None or self._table[0] != path:
+                self._table = path, _parquet(path)
+            table = self._table[1]
+            rows = np.flatnonzero(table["episode_index"].to_numpy() == entry["episode_index"])
+            if not 0 < len(rows) == entry["length"] == rows[-1] - rows[0] + 1:
+                raise ConfigError(
+                    f"{path} has {len(rows)} rows of episode {index}, which has {entry['length']} frames: it should "
+                    "have one after the other for each"
+                )
+            return Episode(self, entry, table.slice(rows[0], len(rows)))
+
+    def path(self, template: str, **numbers: int | str) -> Path:
+        """Return the path of a file, as a template of info.json names it. Raises ConfigError if that leaves the folder.
+
+        Only a template's text is checked: the files of a downloaded dataset may be links to a cache elsewhere.
+        """
+        for _, name, width, _ in string.Formatter().parse(template):
+            if name is not None and (name not in numbers or len(width or "") > WIDTH):
+                raise ConfigError(f"{self.folder}: meta/info.json has the path {template!r}, which names no file")
+        named = PurePath(template.format(**numbers))
+        if named.is_absolute() or ".." in named.parts:
+            raise ConfigError(f"{self.folder}: the dataset names the file {str(named)!r}, which is not in its folder")
+        return self.folder / named
 
     def __iter__(self) -> Iterator["Episode"]:
         return (self.episode(index) for index in range(len(self.lengths)))
@@ -92,8 +115,10 @@ class Dataset:
 
         Raises ConfigError if it has no column `action`, or no statistics of it.
         """
-        if self.manifest is not None:
-            return Spec.from_dict(self.manifest.get("spec", {}))
+        with reading(self.folder):
+            return self._spec() if self.manifest is None else Spec.from_dict(self.manifest.get("spec", {}))
+
+    def _spec(self) -> Spec:
         action = self.features.get("action")
         if action is None or len(action.shape) != 1:
             raise ConfigError(f"{self.folder} has no column `action` of vectors: there is nothing to learn from it")
@@ -134,8 +159,9 @@ class Dataset:
     @cached_property
     def _tasks(self) -> dict[int, str]:
         path = self.folder / "meta/tasks.parquet"
-        rows = _parquet(path).to_pylist() if path.exists() else []
-        return {row.pop("task_index"): str(next(iter(row.values()), "")) for row in rows}
+        with reading(path):
+            rows = _parquet(path).to_pylist() if path.exists() else []
+            return {row.pop("task_index"): str(next(iter(row.values()), "")) for row in rows}
 
     def _read_episodes(self) -> list[dict[str, Any]]:
         paths = sorted((self.folder / "meta/episodes").glob("*/*.parquet"))
@@ -154,7 +180,7 @@ class Episode:
     rows: Any
 
     def __len__(self) -> int:
-        return self.entry["length"]
+        return len(self.rows)
 
     def has(self, name: str) -> bool:
         return name in self.dataset.features
@@ -163,11 +189,14 @@ class Episode:
         """Return a column that is no image, [T, *shape]."""
         import pyarrow as pa
 
-        values = self.rows[name].combine_chunks()
-        while (extended := isinstance(values, pa.ExtensionArray)) or pa.types.is_nested(values.type):
-            values = values.storage if extended else values.flatten()
-        array = values.to_numpy(zero_copy_only=False)
-        return array.reshape(len(self), *self.dataset.features[name].shape)
+        with reading(self.dataset.folder, self.where):
+            values = self.rows[name].combine_chunks()
+            while (extended := isinstance(values, pa.ExtensionArray)) or pa.types.is_nested(values.type):
+                values = values.storage if extended else values.flatten()
+            array = values.to_numpy(zero_copy_only=False)
+            if values.null_count or array.dtype.kind not in "biuf":
+                raise ValueError(f"{name} has rows that are no number")
+            return array.reshape(len(self), *self.dataset.features[name].shape)
 
     def flag(self, name: str) -> Array:
         """Return a column as bool [T]; all False if there is none."""
@@ -177,11 +206,12 @@ class Episode:
         """Yield the T images of a camera, uint8 [H, W, C]. ConfigError: some are missing, or of another size."""
         feature = self.dataset.info["features"][name]
         shape = self.dataset.features[name].shape
-        frames = self._video(name) if feature["dtype"] == "video" else self._stills(name)
-        for image in frames:
-            if image.shape != shape:
-                raise ConfigError(f"{self.where}: an image of {name} is {list(image.shape)}, not {list(shape)}")
-            yield image
+        with reading(self.dataset.folder, self.where):
+            frames = self._video(name) if feature["dtype"] == "video" else self._stills(name, shape)
+            for image in frames:
+                if image.shape != shape:
+                    raise ConfigError(f"{self.where}: an image of {name} is {list(image.shape)}, not {list(shape)}")
+                yield image
 
     @property
     def where(self) -> str:
@@ -190,7 +220,8 @@ class Episode:
 
     @property
     def task(self) -> str:
-        return cleaned(self.dataset.task(int(self.rows["task_index"][0].as_py())))[:MAX_NAME]
+        with reading(self.dataset.folder, self.where):
+            return cleaned(self.dataset.task(int(self.rows["task_index"][0].as_py())))[:MAX_NAME]
 
     @property
     def terminated(self) -> bool:
@@ -203,7 +234,7 @@ class Episode:
     def success(self) -> bool | None:
         """Whether it succeeded: any of its steps did. None if no column says so."""
         if self.has(names.OUTCOME):
-            return {0: False, 1: True}.get(int(self.column(names.OUTCOME).flat[-1]))
+            return {0: False, 1: True}.get(self.column(names.OUTCOME).flat[-1])
         return bool(self.flag(names.SUCCESS).any()) if self.has(names.SUCCESS) else None
 
     def segments(self, spec: Spec, id: str, stamp: Stamp) -> Iterator[Segment]:
@@ -253,13 +284,15 @@ class Episode:
             return np.zeros(shape, feature.dtype)
         return self.column(name).reshape(shape).astype(feature.dtype)
 
-    def _stills(self, name: str) -> Iterator[Array]:
+    def _stills(self, name: str, shape: tuple[int, ...]) -> Iterator[Array]:
         from PIL import Image
 
         for cell in self.rows[name]:
             still = cell.as_py()
-            source = io.BytesIO(still["bytes"]) if still["bytes"] else self.dataset.folder / still["path"]
+            source = io.BytesIO(still["bytes"]) if still["bytes"] else self.dataset.path(still["path"])
             with Image.open(source) as image:
+                if image.size != shape[1::-1]:  # before it is unpacked: it may say that it is a gigabyte
+                    raise ConfigError(f"{self.where}: an image of {name} is {[*image.size[::-1], 3]}, not {[*shape]}")
                 yield np.asarray(image.convert("RGB"))
 
     def _video(self, name: str) -> Iterator[Array]:
@@ -270,9 +303,7 @@ class Episode:
         chunk, file, begin = (
             self.entry[f"videos/{name}/{what}"] for what in ("chunk_index", "file_index", "from_timestamp")
         )
-        path = self.dataset.folder / self.dataset.info["video_path"].format(
-            video_key=name, chunk_index=chunk, file_index=file
-        )
+        path = self.dataset.path(self.dataset.info["video_path"], video_key=name, chunk_index=chunk, file_index=file)
         found, fps = 0, self.dataset.fps
         try:
             with av.open(str(path)) as container:
@@ -308,10 +339,28 @@ def _feature(entry: Mapping[str, Any]) -> Feature | None:
     return Feature(shape, entry["dtype"], names)
 
 
+@contextmanager
+def reading(path: Path, part: str = "") -> Iterator[None]:
+    """Turn whatever a damaged file sets off into a ConfigError that names `path`, or the `part` of it that is read.
+
+    No list of such errors would be whole: they come from readers of JSON, Parquet, HDF5, images and videos.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RetakeError) and str(path) in str(error):
+            raise
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{part or path} cannot be read ({type(error).__name__}): {said}") from error
+
+
 def _json(folder: Path, name: str) -> dict[str, Any]:
     try:
-        return json.loads((folder / name).read_text())
-    except (OSError, ValueError) as error:
+        found = json.loads((folder / name).read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no JSON object")
+        return found
+    except (OSError, RecursionError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{folder} holds no LeRobot dataset: {name} cannot be read ({reason})") from None
 

@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,14 @@ from serl_client.spec import DTYPES, Array, Feature, Spec
 
 from serl_launcher.datasets.episodes import Gone, Rows, open_run
 from serl_launcher.datasets.names import is_image, misfit
+from serl_launcher.datasets.reader import reading
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.files import replaced
 
 SUFFIXES = (".hdf5", ".h5")
 DEMO = re.compile(r"demo_(\d+)")
 OBSERVATION, IMAGES, IMAGE = "observation.", "observation.images.", "_image"
+RATIO = 2000  # bytes that one byte of a file unpacks to, at most (gzip: 1032)
 GYM = 2  # robomimic's number of an environment that is not robosuite's
 
 
@@ -52,6 +53,7 @@ class RobomimicFile:
         path, _, mask = name.partition(":")
         self.folder, self.name = Path(path), Path(path).stem + f"-{mask}" * bool(mask)
         with _reading(self.folder) as file:
+            _check_own(file, self.folder)
             data = _group(file, "data", self.folder)
             self._demos = _chosen(file, mask, self.folder, [demo for demo in data if DEMO.fullmatch(demo)])
             self.env_args = _arguments(data, self.folder)
@@ -62,9 +64,9 @@ class RobomimicFile:
                     raise ConfigError(f"{self.folder}: {demo} has other keys or shapes than {self._demos[0]}")
             self.features = {_feature_name(key, array): _feature(array) for key, array in first["obs"].items()}
             self.features["action"] = Feature(first["actions"].shape[1:])
-        self.features = {name: feature for name, feature in self.features.items() if feature.dtype in DTYPES}
-        rate = self.env_args.get("env_kwargs", {}).get("control_freq")
-        self.fps = float(rate) if isinstance(rate, int | float) and rate > 0 else None
+            self.features = {name: feature for name, feature in self.features.items() if feature.dtype in DTYPES}
+            rate = self.env_args.get("env_kwargs", {}).get("control_freq")
+            self.fps = float(rate) if isinstance(rate, int | float) and rate > 0 else None
 
     def spec(self) -> Spec:
         """Return the robot's Spec. The action's bounds are -1 and 1, or wider if actions in the file are."""
@@ -72,9 +74,9 @@ class RobomimicFile:
             raise ConfigError(f"{self.folder} does not say its control_freq: start an actor of its robot first")
         with _reading(self.folder) as file:
             spans = [np.stack([a.min(0), a.max(0)]) for a in (file["data"][demo]["actions"][:] for demo in self._demos)]
-        low, high = np.min(spans, 0)[0], np.max(spans, 0)[1]
-        action = Feature(self.features["action"].shape, low=np.minimum(low, -1), high=np.maximum(high, 1))
-        return Spec({n: f for n, f in self.features.items() if n != "action"}, action, self.fps)
+            low, high = np.min(spans, 0)[0], np.max(spans, 0)[1]
+            action = Feature(self.features["action"].shape, low=np.minimum(low, -1), high=np.maximum(high, 1))
+            return Spec({n: f for n, f in self.features.items() if n != "action"}, action, self.fps)
 
     def misfit(self, spec: Spec) -> str:
         """Return why its demonstrations do not fit a run with this Spec; empty if they do."""
@@ -101,19 +103,18 @@ class Demonstration:
             self.intervened = _column(group, "intervened", length).astype(bool)
             self._has_rewards, self._has_next = "rewards" in group, "next_obs" in group
             self._said = dict(group.attrs)
-        if not (np.isfinite(self.action).all() and np.isfinite(self.reward).all()):
-            raise ConfigError(f"{self.where} has an action or a reward that is no number")
+            self.success, self.terminated = self._success(), self._terminated()
+            if not (np.isfinite(self.action).all() and np.isfinite(self.reward).all()):
+                raise ConfigError(f"{self.where} has an action or a reward that is no number")
 
-    @cached_property
-    def success(self) -> bool | None:
+    def _success(self) -> bool | None:
         """Whether it succeeded: any of its steps has a reward. None where rewards are shaped, or there are none."""
         if "success" in self._said:
             return {0: False, 1: True}.get(int(self._said["success"]))
         shaped = self._file.env_args.get("env_kwargs", {}).get("reward_shaping")
         return None if shaped or not self._has_rewards else bool((self.reward > 0).any())
 
-    @property
-    def terminated(self) -> bool:
+    def _terminated(self) -> bool:
         """Whether the task ended it, not a limit of time."""
         if "terminated" in self._said:
             return bool(self._said["terminated"])
@@ -236,11 +237,28 @@ def _h5py() -> Any:
 def _reading(path: Path) -> Iterator[Any]:
     """Open a file to read it. Raises ConfigError if that fails, or if what is read then is damaged or missing."""
     h5py = _h5py()
-    try:
-        with h5py.File(path, "r") as file:
-            yield file
-    except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as a robomimic file: {' '.join(str(error).split())}") from None
+    with reading(path, f"the robomimic file {path}"), h5py.File(path, "r") as file:
+        yield file
+
+
+def _check_own(file: Any, path: Path) -> None:
+    """Raise ConfigError unless the file holds all of its data itself, and not much more than its own size."""
+    h5py, room = _h5py(), RATIO * path.stat().st_size
+
+    def fault(name: str, link: Any) -> str | None:
+        nonlocal room
+        if isinstance(link, h5py.ExternalLink):
+            return f"{name} lies in another file: copy it into this one"
+        node = file.get(name) if isinstance(link, h5py.HardLink) else None
+        if isinstance(node, h5py.Dataset):
+            if node.is_virtual or node.external:
+                return f"the rows of {name} lie in other files: copy them into this one"
+            if (room := room - node.nbytes) < 0:
+                return f"{name} has the shape {list(node.shape)}, and no file of this size holds that"
+        return None
+
+    if found := file.visititems_links(fault):
+        raise ConfigError(f"{path}: {found}")
 
 
 def _group(file: Any, name: str, path: Path) -> Any:

@@ -172,16 +172,17 @@ def put(name, value):
             put("data/demo_2/obs/object", np.zeros((6, 10))),
             r"demo_2 has 7 actions, and obs/object has the shape \[6, 10",
         ),
-        (
-            put("data/demo_2/rewards", np.array(["no"] * 7, "S")),
-            "cannot be read as a robomimic file: could not convert",
-        ),
+        (put("data/demo_2/rewards", np.array(["no"] * 7, "S")), "the robomimic file .* cannot be read .* not convert"),
         (put("data/demo_2/rewards", np.full(7, np.nan)), "demo_2 of .* has an action or a reward that is no number"),
         (lambda file: file["data/demo_0"].attrs.__setitem__("num_samples", 9), "30 actions, and says that it has 9"),
         (lambda file: file["data"].attrs.__setitem__("env_args", "["), "env_args is no JSON object with env_kwargs"),
         (put("mask/train", np.array([], "S6")), "holds no demonstrations of mask 'train'"),
         (put("mask/train", np.array([b"demo_3"])), "mask train names demo_3, which is not there"),
         (drop("mask"), "has no mask 'train'; there are none"),
+        (put("data/demo_2/rewards", h5py.ExternalLink("/of/others.hdf5", "x")), "rewards lies in another file"),
+        (put("data/demo_2/rewards", h5py.SoftLink("/data/demo_2/rewards")), "the robomimic file .* cannot be read"),
+        (lambda file: file.create_dataset("x", (7,), "f8", external="/dev/zero"), "the rows of x lie in other files"),
+        (lambda file: file.create_dataset("x", (10**9,), "f8", chunks=(9,)), "x has the shape .* no file of this size"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_one_sentence(lift, damage, sentence):
@@ -195,5 +196,5 @@ def test_a_damaged_or_foreign_file_is_one_sentence(lift, damage, sentence):
 def test_a_file_that_was_cut_or_is_none_is_one_sentence(lift, tmp_path):
     lift.write_bytes(lift.read_bytes()[:2000])
     for path in (lift, tmp_path / "nowhere.hdf5"):
-        with pytest.raises(ConfigError, match="cannot be read as a robomimic file"):
+        with pytest.raises(ConfigError, match="cannot be read"):
             RobomimicFile(str(path))
