@@ -69,7 +69,7 @@ def launch(config: DictConfig) -> int:
     check_address(f"tcp://{config.bridge.host}:{config.bridge.port}", config["keys"], "bridge.host")
     run_dir = writable(Path(str(config.run_dir)))
     with _lock(run_dir) as lock, socket_folder() as sockets:
-        _check_ports(config)
+        check_ports(config)
         describe_store(config, plan)
         with suppress(sqlite3.Error):  # of a disk: the server says it
             check_store(run_dir / "store", plan.capacities)
@@ -155,7 +155,8 @@ def writable(folder: Path) -> Path:
     return folder
 
 
-def _check_ports(config: DictConfig) -> None:
+def check_ports(config: DictConfig) -> None:
+    """Raise ConfigError for a port that another program has, or that is said twice."""
     taken: dict[int, str] = {}
     for name in ("port", "inference_port", "bridge.port", "live"):
         host, port = config.bridge.host if name == "bridge.port" else config.host, OmegaConf.select(config, name)
@@ -170,7 +171,7 @@ def _check_ports(config: DictConfig) -> None:
             except (OSError, OverflowError, TypeError) as error:
                 raise ConfigError(
                     f"cannot listen on {host}:{port} ({getattr(error, 'strerror', None) or error}). "
-                    f"Is another learner running? Stop it, or choose {name}=..."
+                    f"Is another learner running (`ss -ltnp` names it)? Stop it, or choose {name}=..."
                 ) from None
 
 

@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 from serl_client.errors import ConfigError
-from serl_client.recorder import SEGMENT_BYTES, segment_rows
 
 from robot_infra.cameras import gl
 from robot_infra.tasks.sim_arm import make
@@ -220,26 +219,3 @@ def test_each_row_holds_the_age_of_its_own_images_which_were_taken_that_long_bef
         assert episode.observation[f"observation.images.{name}"][:, 0, 0, 0].tolist() == [1, 2, 3, 4, 5]
         np.testing.assert_allclose(episode.extras[f"age.{name}"], ages[name][:4], rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(episode.time - episode.extras[f"age.{name}"], camera.taken[1:5])
-
-
-def test_an_episode_with_images_comes_in_segments_and_whole(arm, monkeypatch):
-    env, seen = arm(), []
-    rows, observe = segment_rows(env.spec), env._observe
-    assert rows == 5, "half a second"
-    assert rows * sum(feature.nbytes for feature in env.spec.observation.values()) < SEGMENT_BYTES
-
-    def watched():
-        found = observe()
-        seen.append(found[0])
-        return found
-
-    monkeypatch.setattr(env, "_observe", watched)
-    client = FakeClient(env.spec, "teleop")
-    run(env, client, episodes=1)
-    for segment in client.segments:
-        segment.check(env.spec)
-    (whole,), (outcome,) = client.episodes, client.outcomes
-    assert outcome.success
-    assert len(client.segments) > 1
-    for name in IMAGES:
-        np.testing.assert_array_equal(whole.observation[name], np.stack([row[name] for row in seen]))

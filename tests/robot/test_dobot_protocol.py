@@ -110,6 +110,12 @@ def test_a_packet_has_its_fields_where_the_document_has_them():
     assert p.PACKET.itemsize == 1440
 
 
+def test_ports_and_modes_which_the_simulation_has_from_here_are_those_of_the_document():
+    assert (p.DASHBOARD, p.FEEDBACK, p.V3.motion, p.V4.motion) == (29999, 30004, 30003, 29999)
+    modes = (p.POWERLESS, p.DISABLED, p.IDLE, p.DRAG, p.RUNNING, p.ERROR, p.PAUSE, p.COLLISION)
+    assert modes == (3, 4, 5, 6, 7, 9, 10, 11)
+
+
 @settings(max_examples=60)
 @given(st.integers(0, 10**9))
 def test_every_packet_that_came_whole_is_found_whatever_came_between(number):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from robot_infra.sim.feetech import ENDS, MOTORS, FeetechBus
+from robot_infra.sim.feetech import ENDS, FeetechBus
 from tests.shared.common import ROOT, until
 
 pytestmark = pytest.mark.slow  # lerobot's import of torch takes seconds
@@ -87,36 +87,7 @@ def is_there(port, number=1):
     return said(port, packet(number, PING), 6) == packet(number, 0)
 
 
-def torques(bus):
-    return [(servo.has_torque, servo.releases) for servo in bus.servos.values()]
-
-
 # -- lerobot's own classes
-
-
-def test_a_follower_moves_to_its_goal_no_faster_than_its_servos(so101, tmp_path, clock):
-    with FeetechBus(speed=1000) as bus:
-        robot = so101.follower(port=bus.path, id="me", calibration_dir=tmp_path, use_degrees=False)
-        robot.bus.calibration = so101.calibration(bus.calibration())
-        robot.connect(calibrate=False)
-        with closing(SimpleNamespace(close=robot.disconnect)):
-            at = bus.positions[5]
-            robot.send_action({"wrist_roll.pos": 20.0})
-            goal = until(lambda: bus.servos[5].goals)[-1][1]
-            for way in (100, 200, 300, 400, goal - at):
-                clock.advance(0.1)
-                assert bus.positions[5] - at == pytest.approx(way)
-            assert robot.get_observation()["wrist_roll.pos"] == pytest.approx(20, abs=0.1)
-            assert goal - at == pytest.approx(410, abs=2)
-
-
-def test_torque_stays_on_after_disconnecting_if_it_was_told_so(connected, bus):
-    with connected(disable_torque_on_disconnect=False):
-        assert torques(bus) == [(True, 0)] * 6
-    assert torques(bus) == [(True, 0)] * 6
-    with connected():  # lerobot switches it off for a moment, to configure the motors
-        assert torques(bus) == [(True, 1)] * 6
-    assert torques(bus) == [(False, 2)] * 6
 
 
 def test_a_torque_that_comes_on_moves_nothing_unless_there_is_a_new_goal(connected, bus, clock):
@@ -137,42 +108,6 @@ def test_a_torque_that_comes_on_moves_nothing_unless_there_is_a_new_goal(connect
         robot.bus.enable_torque()
         clock.advance(1)
         assert bus.positions[1] == 1500
-
-
-@pytest.mark.parametrize("fault", ["to_drop", "to_damage"])
-def test_a_lost_or_damaged_answer_is_a_connection_error_and_the_next_reading_is_right(connected, bus, fault):
-    with connected() as robot:
-        before = robot.get_observation()
-        setattr(bus, fault, 1)
-        with pytest.raises(ConnectionError, match="Failed to sync read 'Present_Position'"):
-            robot.get_observation()
-        assert robot.get_observation() == before
-
-
-def test_nobody_answers_or_obeys_while_it_is_unplugged(connected, bus):
-    with connected() as robot:
-        before, goals = robot.get_observation(), len(bus.servos[1].goals)
-        obey, taken = bus._obey_whole, []
-        bus._obey_whole = lambda data: (taken.append(data), obey(data))[1]
-        bus.is_plugged = False
-        for _ in range(2):
-            with pytest.raises(ConnectionError, match="no status packet"):
-                robot.get_observation()
-        taken.clear()
-        robot.send_action({"gripper.pos": 100.0})
-        until(lambda: taken)  # no servo says that it got a sync write
-        bus.is_plugged = True
-        assert robot.get_observation() == before
-        assert len(bus.servos[1].goals) == goals
-
-
-def test_a_leader_is_read_where_a_hand_placed_it(connected, bus, clock):
-    with connected("leader") as leader:
-        bus.place({1: ENDS[0][0], 2: ENDS[1][1], 6: (ENDS[5][0] + ENDS[5][1]) / 2})
-        found = leader.get_action()
-        assert [found[f"{MOTORS[i]}.pos"] for i in (0, 1, 5)] == pytest.approx([-100, 100, 50], abs=0.1)
-        clock.advance(1)
-        assert leader.get_action() == found, "without torque it stays"
 
 
 def test_a_hand_that_meets_torque_is_turned_back_at_the_servos_speed(connected, bus, clock):

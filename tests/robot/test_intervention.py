@@ -2,22 +2,19 @@
 
 import itertools
 import logging
-import os
 import re
 
 import numpy as np
 import pytest
-from serl_client import Feature, Outcome
+from serl_client import Feature
 from serl_client.controller import RandomPolicy, RemotePolicy
 from serl_client.errors import ConfigError
 from serl_client.runner import ActorStatus
 
 from robot_infra.tasks import fake
-from robot_infra.teleop.hands import Hands
-from robot_infra.teleop.keyboard import Keyboard, KeyboardDevice
 from robot_infra.teleop.scripted import Rescuer
 from tests.shared.actors import Chunks, FakeClient, Keys, run
-from tests.shared.robots import LEFT, Hand, build, from_yaml, play, point
+from tests.shared.robots import LEFT, Hand, build, from_yaml, play
 
 
 def actor(env, controller=None, *, episodes=1, mode="collect", intervene=True, **options):
@@ -157,27 +154,6 @@ def test_success_with_and_without_help_is_counted_apart_and_follows_late_verdict
     run(env, client, operator=keys, on_episode=on_episode, status=status)
     assert counts == [("0/0", "1/1"), ("1/1", "1/1"), ("0/1", "1/1"), ("1/2", "1/1"), ("0/1", "1/2")]
     assert status.takeovers == 3
-
-
-def test_a_person_at_the_terminal_takes_over_judges_and_hands_back(terminal):
-    """The whole way: one terminal, keys for the robot and keys for the verdict."""
-    person, program = terminal
-    with Keyboard(program) as keys:
-        robot = point()
-        hands = Hands([KeyboardDevice(keys)], robot.action, robot.space)
-        env = build(robot, teleop=hands, max_steps=12)
-        script, looks, step = {3: b"it", 4: b"t", 5: b"j", 7: b"t", 9: b"s"}, itertools.count(), env.step
-
-        def typing(action):
-            os.write(person, script.get(next(looks), b""))
-            return step(action)
-
-        env.step = typing
-        client, _, status = actor(env, operator=hands)
-    (episode,) = client.episodes
-    assert (rows(episode.intervened), len(episode)) == ([4, 5, 6, 7], 10)  # row 3: taken and given back
-    assert client.outcomes == [Outcome(episode.episode, True, judged_by="operator")]
-    assert (status.takeovers, status.assisted) == (1, "1/1")
 
 
 # ---- the scripted operator

@@ -1,5 +1,7 @@
 """Robots for tests: an env over the fake robot, its cameras and clock, episodes played to their end."""
 
+import time
+
 import numpy as np
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -90,6 +92,23 @@ class FakeCamera:
 
     def close(self):
         self.closed = True
+
+
+class TimedCamera:
+    """Gives an image `rate` times a second, `age` seconds old, after `waits` seconds; it differed last at `changed`."""
+
+    feature = Feature((4, 6, 3), "uint8")
+
+    def __init__(self, rate=1000.0, age=0.0, shape=(4, 6, 3), pixels=(0, 255), waits=0.0, changed=None):
+        self.rate, self.age, self.waits, self.changed = rate, age, waits, changed
+        self.image = np.resize(np.array(pixels, np.uint8), shape)
+
+    def latest(self):
+        time.sleep(self.waits)
+        return Frame(self.image, int(time.monotonic() * self.rate) / self.rate - self.age, self.changed)
+
+    def close(self):
+        pass
 
 
 class Hand:

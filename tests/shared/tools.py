@@ -25,9 +25,9 @@ def called(name, *words):
     return status, said.getvalue()
 
 
-def typed(name, *words, before=()):
-    """The same, in a process of its own; the words `before` start that."""
-    command = [*before, sys.executable, TOOLS / f"{name}.py", *map(str, words)]
+def typed(name, *words):
+    """The same, in a process of its own."""
+    command = [sys.executable, TOOLS / f"{name}.py", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr

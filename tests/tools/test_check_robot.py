@@ -5,19 +5,17 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
-from serl_client import Feature
 from serl_client.errors import RobotFault
 
 from robot_infra.drivers.arm import Arm
 from robot_infra.guard.robot import GuardedRobot
-from robot_infra.interfaces import Frame, Hand, Reading
+from robot_infra.interfaces import Hand, Reading
 from robot_infra.teleop.hands import Hands
 from tests.shared.common import ROOT
-from tests.shared.robots import Scripted, build, point
+from tests.shared.robots import Scripted, TimedCamera, build, point
 from tests.shared.tools import called
 from tools.checks.conformance import tried
 
@@ -86,30 +84,23 @@ class Wrong(GuardedRobot):
             raise OSError("it was closed already")
 
 
-@pytest.mark.parametrize("way", ["shapes", "hold", "bounds", "stop", "recover", "close"])
-def test_what_is_wrong_is_found_and_named(way, capfd):
-    robot, found = point(Wrong), []
+WAYS = ("shapes", "hold", "bounds", "stop", "recover", "close")
+
+
+@pytest.mark.parametrize(("way", "check"), [*zip(WAYS, WAYS, strict=True), ("runaway", "recover"), ("drift", "hold")])
+def test_what_is_wrong_is_found_and_named_and_a_state_that_runs_away_is_never_ok(way, check, capfd):
+    robot, failed = point(Wrong), {}
     robot.way = way
-    env = build(robot)
     try:
-        for name, finding in tried(env, move=True, seconds=0.01):
-            found.append((name, finding.state))
+        for name, finding in tried(build(robot), move=True, seconds=0.01):
+            if finding.state == "FAIL":
+                failed[name] = finding.text
     except (OSError, RobotFault):  # close fails once more
         assert way in ("close", "stop")
-    assert (way, "FAIL") in found
+    assert next(iter(failed)) == check
+    assert ("at most" in failed[check]) == (way != check)
     assert robot.closes
     assert "Traceback" not in "".join(capfd.readouterr())
-
-
-@pytest.mark.parametrize(("way", "check"), [("runaway", "recover"), ("drift", "hold")])
-def test_a_robot_whose_state_runs_away_while_it_is_held_is_never_ok(way, check):
-    robot = point(Wrong)
-    robot.way = way
-    for name, finding in tried(build(robot), move=True, seconds=0.01):
-        if finding.state == "FAIL":
-            assert (name, "at most" in finding.text) == (check, True), finding
-            return
-    raise AssertionError("no runaway was found")
 
 
 class ByHand(Arm):
@@ -155,27 +146,11 @@ def test_limits_are_measured_while_the_arm_is_moved_by_hand_and_nothing_is_sent(
 @pytest.mark.slow
 def test_cameras_and_a_persons_devices_are_watched():
     """A frozen camera and a device that nobody moved are named; what is moved is said."""
-    feature = Feature((4, 6, 3), "uint8")
-
-    class Frozen:
-        trouble = ""
-
-        def __init__(self):
-            self.feature, self.begin = feature, time.monotonic()
-
-        def latest(self):
-            return Frame(np.arange(72, dtype=np.uint8).reshape(4, 6, 3), time.monotonic(), self.begin)
-
-        def close(self):
-            pass
-
     for moved in (True, False):
         device = Scripted(*[Hand({"x": 1.0}, words=["success"])] * moved)
         robot = point(fps=20)
-        env = build(
-            robot, teleop=Hands([device], robot.action, robot.space), cameras={"top": Frozen()},
-            clock="real", fps=20,
-        )  # fmt: skip
+        hands = Hands([device], robot.action, robot.space)
+        env = build(robot, teleop=hands, cameras={"top": TimedCamera(changed=0.0)}, clock="real", fps=20)
         found = {name: finding for name, finding in tried(env, move=False, seconds=0.4)}
         assert found["camera top"].state == "FAIL"
         assert "frozen" in found["camera top"].text

@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from serl_client.errors import ConfigError
 
+from robot_infra.cameras import gl
 from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import recorded, wanted
 from serl_launcher.launcher import ranks_of, writable
@@ -242,16 +243,12 @@ def _nvidia() -> str:
 def graphics(run: Run) -> Iterator[Finding]:
     """Whether a simulator's cameras can be drawn here."""
     wanted = OmegaConf.select(run.config, "task.cameras")
-    if run.side != "actor" or wanted in (None, False):
+    if wanted in (None, False):
         return
-    from robot_infra.cameras import gl
-
-    if found := gl.backend():
+    if found := gl.choose_backend(wanted):
         yield Finding("ok", f"images are drawn with {found}")
-        return
-    state = "FAIL" if wanted is True else "WARN"
-    advice = "apt-get install libegl1 libosmesa6 (and look at MUJOCO_GL), or say task.cameras=false"
-    yield Finding(state, "neither EGL nor OSMesa draws an image here", advice)
+    else:
+        yield Finding("WARN", "neither EGL nor OSMesa draws an image here", "apt-get install libegl1 libosmesa6")
 
 
 def programs(run: Run) -> Iterator[Finding]:

@@ -1,7 +1,6 @@
 """Checks of what lies between actor and learner: ports, protocol, keys, the run's Spec, clocks and the outbox."""
 
 import fcntl
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,13 +10,13 @@ from urllib.parse import urlsplit
 
 from serl_client import messages as m
 from serl_client.connection import Connection
-from serl_client.errors import ConfigError, Timeout, TrainerError, VersionMismatch
+from serl_client.errors import ConfigError, Timeout, VersionMismatch
 from serl_client.keys import Key, known_as, named
 from serl_client.outbox import Outbox
 from serl_client.reach import Look, greeted, judged, look, unwelcome
 from serl_client.spec import Spec
 
-from serl_launcher.launcher import writable
+from serl_launcher.launcher import check_ports, writable
 from serl_launcher.service.access import AllowList, check_address
 
 from .common import Finding, Run
@@ -43,35 +42,8 @@ def folder(run: Run) -> Iterator[Finding]:
 
 def ports(run: Run) -> Iterator[Finding]:
     """Whether the learner can listen."""
-    names = ["port", "inference_port", *["live"] * (run.config.live is not None)]
-    taken = {name: why for name in names if (why := _taken(str(run.config.host), run.config[name]))}
-    for name, why in taken.items():
-        text = f"cannot listen on {run.config.host}:{run.config[name]}: {why}"
-        if holder := _holder(run, int(run.config[name])):
-            text += f" ({holder})"
-        yield Finding("FAIL", text, f"stop what listens there (`ss -ltnp` names it), or choose {name}=...")
-    if not taken:
-        there = ", ".join(f"{name} {run.config[name]}" for name in names)
-        yield Finding("ok", f"{there} on {run.config.host} are free")
-
-
-def _taken(host: str, port: int) -> str:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError, TypeError) as error:
-            return str(getattr(error, "strerror", None) or error)
-    return ""
-
-
-def _holder(run: Run, port: int) -> str:
-    """Which learner listens there, if one does that anybody may ask."""
-    try:
-        with _viewer(str(run.config.host), port, None) as link:
-            return f"a learner, run {link.hello(1.0).run[:12] or 'new'}"
-    except TrainerError:
-        return ""
+    check_ports(run.config)
+    yield Finding("ok", f"ports {run.config.port} and {run.config.inference_port} on {run.config.host} are free")
 
 
 def keys(run: Run) -> Iterator[Finding]:

@@ -29,10 +29,7 @@ LEAST = 0.004  # of a step: the same
 EXCESS = 0.1  # of a step: an entry that moved so much more than told is wrong already
 GOOD = (0.7, 1.4)  # moved for told
 FAR = 0.5  # moved for told: less is no motion of another joint, but shaking
-UNITS = {
-    "rad": (57.3, "degrees", "radians"), "deg": (57.3, "degrees", "radians"), "%": (57.3, "degrees", "radians"),
-    "m": (1000.0, "millimetres", "metres"),
-}  # fmt: skip
+UNITS = {**dict.fromkeys(("rad", "deg", "%"), (57.3, "degrees", "radians")), "m": (1000.0, "millimetres", "metres")}
 WRONG_UNIT = "its unit is wrong"
 NEAR = 1.5  # a factor that is as near to that of a unit is the unit
 LATE = 0.25  # seconds
@@ -94,10 +91,8 @@ def verdict(answer: Answer, limits: Limits) -> Finding:
         ratio, small, large = UNITS[unit]
         for many, sent, meant in ((ratio, small, large), (1 / ratio, large, small)):
             if 1 / NEAR < size / many < NEAR:
-                cause = f"write() sends {sent} where {meant} are meant, or read() returns {sent}"
-                cause = (
-                    f"{cause} (the driver says {unit})" if many > 1 else f"write() sends {sent} where {meant} are meant"
-                )
+                cause = f"write() sends {sent} where {meant} are meant"
+                cause += f", or read() returns {sent} (the driver says {unit})" * (many > 1)
                 return Finding("FAIL", f"{text}, {size:.3g} times as much: {WRONG_UNIT}, {cause}{way}")
     if factor < 0:
         return Finding("FAIL", f"{text}: it moved the other way, so its sign is wrong",
@@ -169,10 +164,8 @@ class Probe:
                 return
         if not any(answer.is_clear.any() for answer in answers):
             advice = "does write() send anything? does enable() switch the motors on? does read() ask the arm anew?"
-            yield (
-                "write()",
-                Finding("FAIL", "no joint moved at all: write() does nothing, or all motors are off", advice),
-            )
+            text = "no joint moved at all: write() does nothing, or all motors are off"
+            yield "write()", Finding("FAIL", text, advice)
         self._robot.stop()
 
     def _patiently_asked(self, i: int) -> Answer:
@@ -242,8 +235,7 @@ class Probe:
         name, other = [*self._limits.entries][i], [*self._limits.entries][int(np.argmax(moved))]
         cause = "its unit, scale or sign is wrong" if other == name else "the order of entries or its unit is wrong"
         text = f"{name} was told to move by {self._told:.2g}, and {fault}; {cause}, in write() or read()"
-        return Finding("FAIL", text,
-                       "press the emergency stop if it still moves")  # fmt: skip
+        return Finding("FAIL", text, "press the emergency stop if it still moves")
 
     def _thrown(self) -> Finding:
         """What it means that the arm moved when its motors were to hold it where it stands."""

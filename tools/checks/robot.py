@@ -12,6 +12,7 @@ from serl_client.spec import Spec
 
 from robot_infra.alignment import FROZEN
 from robot_infra.interfaces import Camera
+from robot_infra.pace import Pace
 from serl_launcher.config import factory
 from serl_launcher.store.index import Index
 
@@ -136,17 +137,14 @@ class _Observed:
 
 
 def _paced(tick: Callable[[], None], fps: float, seconds: float) -> list[float]:
-    """How long each tick of a loop at a rate by deadline lasted."""
-    periods, before = [], time.monotonic()
-    due = before
+    """How long each tick of a loop at this rate lasted."""
+    pace, times = Pace("real", fps), [time.monotonic()]
+    pace.begin()
     for _ in range(max(2, int(seconds * fps))):
         tick()
-        due = max(due + 1 / fps, time.monotonic())
-        time.sleep(max(0.0, due - time.monotonic()))
-        now = time.monotonic()
-        periods.append(now - before)
-        before = now
-    return periods
+        pace.wait(0.0)
+        times.append(time.monotonic())
+    return np.diff(times).tolist()
 
 
 def stepped(env: Any, seconds: float) -> list[float]:
