@@ -95,9 +95,7 @@ def env(camera):
         ("dying", r"camera wrist: its newest image is 0\.1[05] s old \(OSError: the device was unplugged\)"),
     ],
 )
-def test_a_camera_that_fails_cuts_the_episode_off_by_name_before_any_row_is_late(
-    env, sensor, caplog, clock, state, sentence
-):
+def test_a_camera_that_fails_cuts_the_episode_off_before_a_row_is_late(env, sensor, caplog, clock, state, sentence):
     client, sent = FakeClient(env.spec), []
     command = env.robot.command
 
@@ -155,9 +153,7 @@ def test_a_camera_that_was_unplugged_goes_on_once_it_is_back(env, camera, sensor
     assert sensor.opened == sensor.closed + 1
 
 
-def test_a_camera_that_changes_its_size_or_gives_no_image_is_in_trouble_and_its_old_image_grows_old(
-    camera, sensor, clock
-):
+def test_a_camera_that_changes_its_size_or_gives_no_image_is_in_trouble(camera, sensor, clock):
     sensor.shape = (12, 16, 3)
     clock.advance(0.1)
     until(lambda: camera.trouble)

@@ -65,9 +65,7 @@ def dmc(monkeypatch):
 
 
 @pytest.mark.parametrize(("discount", "ends"), [(1.0, (False, True)), (0.0, (True, False))])
-def test_a_step_of_dmc_sums_the_rewards_of_its_simulator_steps_and_a_time_limit_is_no_end_of_the_task(
-    dmc, discount, ends
-):
+def test_a_step_of_dmc_sums_rewards_of_simulator_steps_and_a_time_limit_is_no_end_of_the_task(dmc, discount, ends):
     with dmc(discount) as env:
         assert env.spec.fps == 50
         starts = [float(env.reset(seed)["observation.height"][0]) for seed in (1, 2, 1)]
@@ -110,9 +108,7 @@ with GymEnv(sys.argv[1], options=json.loads(sys.argv[2])) as env:
         ("metaworld", "metaworld_actor:Retake/MetaWorld-v0", {"task": "window-open-v3", "steps": 100}, 100, 20, False),
     ],
 )
-def test_an_episode_of_a_real_suite_follows_from_its_seed_and_ends_by_its_time_limit(
-    example, env_id, options, steps, most, success
-):
+def test_a_real_suites_episode_follows_from_its_seed(example, env_id, options, steps, most, success):
     first, again, other = told_by_example(example, SCRIPT, env_id, json.dumps({**options, "repeat": 2}))
     assert first == again
     assert first["first"] != other["first"]

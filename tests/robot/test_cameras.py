@@ -182,9 +182,7 @@ ONLY_OSMESA = 'case "$2" in *osmesa*) exit 0;; esac\nexit 1'
         ("exit 0", "", "egl"), (ONLY_OSMESA, "", "osmesa"), (ONLY_OSMESA, "egl", ""), (ONLY_OSMESA, "osmesa", "osmesa"),
     ],
 )  # fmt: skip
-def test_the_first_backend_that_draws_is_taken_or_the_one_that_mujoco_was_told(
-    python, monkeypatch, script, told, taken
-):
+def test_the_first_backend_that_draws_is_taken_or_what_mujoco_was_told(python, monkeypatch, script, told, taken):
     python(script)
     if told:
         monkeypatch.setenv("MUJOCO_GL", told)

@@ -19,6 +19,9 @@ def point(state, name):
     return np.array([state[f"{name}.{axis}"] for axis in "xyz"])
 
 
+JOINT_SPACES = ("joint_position", "joint_delta")
+
+
 @pytest.fixture
 def env():
     return make(max_steps=60, noise=0.0, clock="simulated")
@@ -128,7 +131,7 @@ def test_a_full_push_down_stays_above_the_table(env):
 
 @pytest.mark.parametrize(
     ("space", "noise"),
-    [("ee_delta", 0.0), ("ee_delta", 0.3), pytest.param("joint_position", 0.0, marks=pytest.mark.slow)],
+    [("ee_delta", 0.0), ("ee_delta", 0.3), *[pytest.param(s, 0.0, marks=pytest.mark.slow) for s in JOINT_SPACES]],
 )
 def test_the_scripted_operator_picks_up_the_block(space, noise):
     env = make(max_steps=60, noise=noise, clock="simulated", space=space)

@@ -11,7 +11,7 @@ from robot_infra.interfaces import Reading, Verdict
 from robot_infra.judges import TogglePenalty
 from robot_infra.kinematics import NOVA2, Chain, at, twist
 from robot_infra.spaces import EeDelta, Gripper, JointDelta, Limb, SpacedRobot, understood
-from tests.shared.robots import Hand, build, from_yaml, play, point
+from tests.shared.robots import Hand, build, point
 
 JOINTS = tuple(f"joint{number}" for number in range(1, 7))
 POSITIONS = Feature(
@@ -204,11 +204,3 @@ def test_a_device_that_says_more_than_its_space_allows_moves_the_robot_as_far_as
 def test_a_teleop_that_cannot_be_converted_is_refused_at_the_start(robot, spoken, said):
     with pytest.raises(ConfigError, match=said):
         build(robot, teleop=Speaks(spoken, [0]))
-
-
-@pytest.mark.parametrize("space", ["joint_position", "joint_delta"])
-def test_the_simulated_arm_of_one_arm_takes_the_same_operator_in_other_spaces(space):
-    pytest.importorskip("mujoco")
-    with from_yaml("sim_arm", space=space) as env:
-        assert env.spec.action.names == ("yaw", "shoulder", "elbow", "wrist", "roll", "gripper")
-        assert all(play(env, seed, teleop=True)[-1].success for seed in range(3))

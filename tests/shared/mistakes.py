@@ -6,7 +6,7 @@ goal is the same, but for a driver whose first set point is wrong: nothing in so
 """
 
 import os
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,8 @@ from serl_client import clock
 
 from robot_infra.drivers.arm import Arm
 from robot_infra.drivers.owner import open_arm
-from robot_infra.guard.channel import Request
 from robot_infra.guard.guard import Guard
+from robot_infra.guard.simulated import SimulatedGuard
 
 JOINTS = tuple(f"joint{i}" for i in range(1, 7))
 LIMITS = {name: {"range": [-2.0, 1.5], "speed": 0.5, "jump": 0.1, "tracking": 0.2} for name in JOINTS}
@@ -94,35 +94,23 @@ def moved(path):
     return float(Path(path).read_text() or 0) if Path(path).exists() else 0.0
 
 
-class ClockedGuard:
+class ClockedGuard(SimulatedGuard):
     """Stands in for a GuardLink: its guard is in this process, and ticks while the test's clock passes."""
 
     def __init__(self, clock, start):
-        self._clock, self._start, self._opened, self._number = clock, start, ExitStack(), 0
-        self._due, self._is_busy, self.is_open = clock.now, False, False
+        super().__init__(start)
+        self._clock, self._due, self._is_busy, self._ticks = clock, clock.now, False, 0
 
     def begin(self):
         start = self._start
-        arm = self._opened.enter_context(open_arm(start.driver, start.address, start.options))
-        self._guard = Guard(arm, start)
+        self._guard = Guard(self._opened.enter_context(open_arm(start.driver, start.address, start.options)), start)
         self.is_open, self._clock.passed = True, self._pass
         self.call("state")
         return self._guard.started
 
-    def call(self, kind, positions=(), *, seed=0, patience=0.0):
-        self._number += 1
-        request = Request(kind, self._number, self._clock.now, list(positions), seed)
-        self._guard.hear(request)
-        self.latest = self._guard.reply(request)
-        return self.latest
-
-    def seen(self):
-        return {}
-
     def end(self, why):
         self._clock.passed = lambda: None
-        self._opened.close()
-        self.is_open = False
+        super().end(why)
 
     def _pass(self):
         if self._is_busy:  # the driver itself sleeps
