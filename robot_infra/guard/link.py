@@ -18,9 +18,7 @@ from robot_infra.guard.channel import Ended, Reply, Request, Shared, Start, Star
 
 log = logging.getLogger(__name__)
 
-STARTING = (
-    180.0  # seconds until a new guard has to answer: it imports the driver (lerobot takes a minute), and connects
-)
+STARTING = 180.0  # seconds until a new guard has to answer: it imports the driver (lerobot: a minute), and connects
 ANSWER = 1.0  # seconds until a guard counts as dead
 SLOW = 60.0  # the same for what may take a driver long: clearing a fault, setting up a scene, closing
 ENDING = 3.0  # seconds until a guard that was told to end is killed

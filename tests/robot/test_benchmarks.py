@@ -1,4 +1,4 @@
-"""The tasks of examples/dmc and examples/metaworld: with a suite made here, and with the real ones where installed."""
+"""The tasks of examples: dmc with a suite made here; dmc, metaworld and robomimic with the real ones where there."""
 
 import json
 import sys
@@ -114,3 +114,37 @@ def test_a_real_suites_episode_follows_from_its_seed(example, env_id, options, s
     assert first["first"] != other["first"]
     assert (first["steps"], first["truncated"], first["success"]) == (steps, True, success)
     assert all(0 <= reward <= most for reward in first["rewards"])
+
+
+ROBOMIMIC = """
+import json
+import sys
+from robosuite_actor.expert import make
+
+def observed(scene, cameras, seed, steps):
+    with make(scene=scene, fps=20, max_steps=300, noise=0.2, takeover_after=20, handback_after=10, cameras=cameras,
+              image_size=32, clock="simulated") as env:
+        first, step, count = env.reset(seed, teleop=True), None, 0
+        while count < steps and not (step and (step.terminated or step.truncated)):
+            step, count = env.step(None), count + 1
+        state = {name: array.tolist() for name, array in step.observation.items() if "images" not in name}
+        image = step.observation.get("observation.images.agentview")
+        rows = image[:, :, 0].astype(int).sum(1).tolist() if cameras else []
+        return {"first": first["observation.robot0_eef_pos"].tolist(), "last": state, "success": step.success,
+                "rows": rows}
+
+print(json.dumps([observed(*case) for case in json.loads(sys.argv[1])]))
+"""
+
+
+@pytest.mark.slow
+def test_the_expert_solves_both_tasks_and_a_seed_is_an_episode():
+    cases = [("Lift", False, 5, 300), ("Lift", False, 5, 300), ("Lift", False, 6, 300), ("Can", False, 5, 300)]
+    cases.append(("Lift", True, 5, 3))
+    first, again, other, can, seen = told_by_example("robomimic", ROBOMIMIC, json.dumps(cases))
+    assert all(found["success"] for found in (first, again, other, can))
+    assert first == again
+    assert first["first"] != other["first"]
+    assert len(can["last"]["observation.object"]) == 14
+    assert "observation.object" not in seen["last"]
+    assert min(seen["rows"][16:]) > max(seen["rows"][:3]), "the bright table is below, the wall above"

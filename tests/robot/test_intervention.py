@@ -206,18 +206,6 @@ def test_an_operator_that_takes_over_or_hands_back_after_no_step_is_refused(opti
         fake.make(max_steps=9, noise=0.0, clock="simulated", **options)
 
 
-def test_help_on_the_arm_brings_a_policy_that_does_nothing_to_success():
-    pytest.importorskip("mujoco")
-    from robot_infra.tasks import sim_arm
-
-    env = sim_arm.make(max_steps=60, noise=0.2, clock="simulated")
-    episodes = [frozen(env, seed, intervene=True) for seed in (*range(10), 9)]
-    assert sum(bool(steps[-1].success) for steps in episodes[:10]) >= 9
-    assert 0.2 < np.mean([step.intervened for steps in episodes for step in steps]) < 0.8
-    once, again = ([step.executed.tolist() for step in steps] for steps in episodes[9:])
-    assert once == again
-
-
 def test_a_rescuer_that_demonstrates_drives_every_row():
     rescuer = Rescuer(lambda: np.zeros(2), lambda: 1.0, noise=0.3, margin=0.1, takeover_after=2, handback_after=2)
     rescuer.reset(3, demonstrate=True)
