@@ -25,6 +25,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tools.processes import ended, start
+
 ROOT = Path(__file__).resolve().parents[1]
 CLIENT = ("msgpack", "numpy", "xxhash", "zmq")
 LEARNER = (*CLIENT, "hydra", "omegaconf", "safetensors", "torch")
@@ -115,17 +118,13 @@ def run(command: str, limit: float) -> tuple[int | None, str]:
     paths = [str(ROOT), str(ROOT / "packages/serl_client/src"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(
-            ["bash", "-c", command], cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=said,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        process = start(["bash", "-c", command], said, cwd=ROOT, env=environment)
         status: int | None = None
         with suppress(subprocess.TimeoutExpired):
             status = process.wait(max(0.0, limit))
-        for number in (signal.SIGINT, signal.SIGKILL):  # what is left of it, in its own group
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(ENDS_S)
+        with suppress(ProcessLookupError):  # what is left of it, in its own group
+            os.killpg(process.pid, signal.SIGINT)
+        ended(process, ENDS_S)
         said.seek(0)
         return status, said.read()
 
