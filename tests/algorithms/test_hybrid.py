@@ -7,7 +7,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from serl_client import ConfigError, Feature
+from serl_client import Feature
 from torch import nn
 
 from serl_launcher.networks.mlp import ActionScale
@@ -175,7 +175,7 @@ def test_the_gripper_learns_the_states_sign_while_the_arm_learns_its_own():
     raise AssertionError(f"the arm is {error:.2f} away, and the gripper right in {right:.0%}")
 
 
-# -- images, and what cannot be
+# -- images
 
 
 def test_the_grasp_critic_sees_augmented_images_and_trains_convolutions_of_its_own():
@@ -194,22 +194,3 @@ def test_the_grasp_critic_sees_augmented_images_and_trains_convolutions_of_its_o
         assert not torch.equal(found, images)
     assert differences(before, weights(algorithm.grasp_critic.encoder.trunks))
     assert_same(weights(algorithm.grasp_critic), weights(algorithm.policy.grasp_critic))
-
-
-@pytest.mark.parametrize(
-    ("words", "spec", "sentence"),
-    [
-        (["algo.gripper=3"], PLAIN, r"algo\.gripper=3: the entries of this robot's action are 0 to 2"),
-        (["algo.gripper=-1"], PLAIN, r"algo\.gripper=-1: the entries .* null is the last one"),
-        (["algo.gripper=griper"], NAMED, r"no entry of the action is called 'griper'; did you mean 'gripper'\?"),
-        (["algo.gripper=gripper"], PLAIN, r"algo\.gripper=gripper: .* there is none"),
-        ([], robot(actions=1, cameras=()), r"needs an arm beside the gripper.*one entry: say algo=rlpd"),
-        (["algo.grasp_penalty=-0.1"], PLAIN, r"at least 0, and epsilon a share .* grasp_penalty=-0\.1, epsilon=0\.0"),
-        (["algo.epsilon=1.5"], PLAIN, r"a share between 0 and 1, not grasp_penalty=0\.02, epsilon=1\.5"),
-        (["policy=flow"], PLAIN, r"algo=hybrid needs a policy of single actions .* policy=gaussian, not ChunkPolicy"),
-    ],
-)
-def test_what_it_cannot_do_is_refused_in_a_sentence(words, spec, sentence):
-    own = SMALL if "policy=flow" not in words else SMALL[1:]
-    with pytest.raises(ConfigError, match=sentence):
-        instantiate(config_of("algo=hybrid", *own, *words).algo)(spec)

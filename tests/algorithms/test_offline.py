@@ -1,44 +1,33 @@
 """Implicit Q-learning and Cal-QL: what they learn of a dataset is what can be computed, and what they refuse."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from serl_client import ConfigError
+from hydra.utils import instantiate
 from torch import nn
 
 from serl_launcher.algorithms import calql
-from serl_launcher.algorithms.calql import CalQL
-from serl_launcher.algorithms.iql import IQL
-from serl_launcher.algorithms.sac import SAC
-from serl_launcher.networks.augment import Augment
-from serl_launcher.networks.chunks import MLP
-from serl_launcher.networks.critics import C51, Critic, HLGauss, Scalar, TwoHot
-from serl_launcher.networks.vision import ObservationEncoder
-from serl_launcher.optim.optimizer import Optimizer
-from serl_launcher.policies.chunk import ChunkPolicy
-from serl_launcher.policies.gaussian import GaussianPolicy
-from serl_launcher.policies.heads.flow import Flow
-from serl_launcher.policies.heads.regression import Regression
 from tests.shared.common import STATE
-from tests.shared.models import act, assert_same, batch, now, robot, weights
+from tests.shared.models import act, assert_same, batch, config_of, now, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-RATE = 3e-3
-KINDS = [
-    Scalar, partial(C51, atoms=51, low=-1.0, high=2.0), partial(HLGauss, bins=51, low=-1.0, high=2.0, sigma=0.75),
-    partial(TwoHot, bins=101, reach=2.0),
-]  # fmt: skip
-every_kind = pytest.mark.parametrize("values", KINDS, ids=["scalar", "c51", "hl_gauss", "two_hot"])
+KINDS = {
+    "mse": (), "c51": ("critic.values.low=-1", "critic.values.high=2"), "two_hot": ("critic.values.reach=2",),
+    "hl_gauss": ("critic.values.low=-1", "critic.values.high=2", "critic.values.bins=51"),
+}  # fmt: skip
+every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def critic(spec, *, values=Scalar, hidden=(64, 64), num_critics=2, **options):
-    given = {
-        "layer_norm": False, "num_critics": num_critics, "num_target_critics": 2, "lowest": 0.0, "std_penalty": 0.0,
-    }  # fmt: skip
-    return Critic(spec, values=values, hidden=list(hidden), **given, **options)
+def critic(kind="mse", hidden="[64,64]"):
+    """Words for critics of this kind."""
+    return f"critic={kind}", f"critic.hidden={hidden}", "critic.layer_norm=false", "critic.num_critics=2", *KINDS[kind]
+
+
+def build(algo, spec, *words):
+    torch.manual_seed(0)
+    return instantiate(config_of(f"algo={algo}", *words).algo)(spec)
 
 
 # -- implicit Q-learning
@@ -47,22 +36,15 @@ STATES, DISCOUNT = 5, 0.9
 CHAIN = robot(states=STATES, actions=1, reach=1.0)
 
 
-def policy_of(spec, head=Regression, horizon=2):
-    return ChunkPolicy(
-        spec, encoder=ObservationEncoder, network=partial(MLP, hidden=[32], layer_norm=False), head=head,
-        horizon=horizon, imitation_target="action",
-    )  # fmt: skip
+IQL = (
+    "policy=chunk", "network=mlp", "network.hidden=[32]", "network.layer_norm=false", "policy.scale=bounds",
+    "n_action_steps=1", "algo.optimizer.learning_rate=3e-3", "algo.critic_optimizer.learning_rate=3e-3",
+    f"algo.discount={DISCOUNT}", "algo.tau=0.1",
+)  # fmt: skip
 
 
-def iql(spec=CHAIN, seed=0, values=Scalar, rate=RATE, **options):
-    torch.manual_seed(seed)
-    optimizer = partial(Optimizer, learning_rate=rate)
-    known = {
-        "policy": policy_of, "critic_horizon": 1, "encoder": ObservationEncoder, "optimizer": optimizer,
-        "critic": partial(critic, values=values), "critic_optimizer": optimizer, "discount": DISCOUNT, "tau": 0.1,
-        "augment": None, "expectile": 0.7, "beta": 3.0,
-    }  # fmt: skip
-    return IQL(spec, **{**known, **options})
+def iql(*words, kind="mse", head="regression", horizon=2):
+    return build("iql", CHAIN, f"head={head}", *IQL, *critic(kind), f"policy.horizon={horizon}", *words)
 
 
 def chain(window):
@@ -98,19 +80,16 @@ def values_after(algorithm, updates):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("values", "updates"),
-    [pytest.param(KINDS[0], 250, id="scalar"), pytest.param(KINDS[2], 400, id="hl_gauss", marks=pytest.mark.slow)],
-)
-def test_half_an_expectile_gives_the_behaviours_values(values, updates):
+@pytest.mark.parametrize(("kind", "updates"), [("mse", 250), ("hl_gauss", 400)])
+def test_half_an_expectile_gives_the_behaviours_values(kind, updates):
     """C51 and TwoHot come to them too, but slowly: they begin almost sure of zero."""
-    found = values_after(iql(expectile=0.5, values=values), updates)
+    found = values_after(iql("algo.expectile=0.5", kind=kind), updates)
     assert (found - behaviours_values()).abs().max() < 0.05
 
 
 @pytest.mark.slow
 def test_the_upper_expectile_gives_the_best_values_and_the_policy_takes_the_better_actions():
-    algorithm = iql(expectile=0.99, beta=50.0)
+    algorithm = iql("algo.expectile=0.99", "algo.beta=50")
     best = DISCOUNT ** torch.arange(STATES - 1.0, -1.0, -1.0)
     assert (values_after(algorithm, 400) - best).abs().max() < 0.05
     assert (best - behaviours_values()).abs().max() > 0.2, "nothing would tell the two apart"
@@ -122,10 +101,10 @@ def test_the_upper_expectile_gives_the_best_values_and_the_policy_takes_the_bett
     assert metrics.keys() == {"policy_loss", "advantage", "imitation_weight", "policy_gradient"}
 
 
-@pytest.mark.parametrize("head", [Regression, partial(Flow, steps=2)])
+@pytest.mark.parametrize("head", ["regression", "flow"])
 def test_imitation_is_weighted_by_the_advantage_up_to_a_hundred_and_not_where_it_is_unknown(head, monkeypatch):
     """Of six actions two are judged: what happens behind them does not matter."""
-    algorithm = iql(policy=partial(policy_of, head=head, horizon=6), critic_horizon=2, beta=2.0)
+    algorithm = iql("algo.critic_horizon=2", "algo.beta=2", head=head, horizon=6)
     rows = batch(CHAIN, 5, window=algorithm.windows["update_policy"], length=torch.tensor([6, 6, 1, 1, 3]))
     last = torch.arange(6) == rows.length[:, None] - 1
     ends = torch.tensor([[False], [False], [True], [False], [False]])
@@ -140,8 +119,8 @@ def test_imitation_is_weighted_by_the_advantage_up_to_a_hundred_and_not_where_it
 
 
 @every_kind
-def test_the_advantage_is_that_of_the_targets_lowest_critic(values):
-    algorithm = iql(values=values)
+def test_the_advantage_is_that_of_the_targets_lowest_critic(kind):
+    algorithm = iql(kind=kind)
     rows = batch(CHAIN, window=algorithm.windows["update_critic"])
     algorithm.update_critic(rows)
     with torch.no_grad():
@@ -150,7 +129,7 @@ def test_the_advantage_is_that_of_the_targets_lowest_critic(values):
 
 
 def test_the_loss_of_the_state_value_is_the_equation_and_leaves_out_what_a_time_limit_cut():
-    algorithm = iql(expectile=0.9, critic_horizon=2)
+    algorithm = iql("algo.expectile=0.9", "algo.critic_horizon=2")
     rows = batch(CHAIN, window=algorithm.windows["update_critic"])
     with torch.no_grad():
         lowest = algorithm.target_critic.value(now(rows.observation), rows.action).min(0).values
@@ -165,7 +144,7 @@ def test_the_loss_of_the_state_value_is_the_equation_and_leaves_out_what_a_time_
 
 
 def test_the_target_goes_on_from_where_the_chunk_ends():
-    algorithm = iql(critic_horizon=2)
+    algorithm = iql("algo.critic_horizon=2")
     rows = batch(CHAIN, window=algorithm.windows["update_critic"], ends="")
     with torch.no_grad():
         following = algorithm.state_critic(now(rows.next_observation), torch.zeros(len(rows), 0, 1))[0]
@@ -173,7 +152,7 @@ def test_the_target_goes_on_from_where_the_chunk_ends():
 
 
 def test_what_acts_is_the_policy_and_critics_may_see_its_features():
-    algorithm = iql(encoder=None)
+    algorithm = iql("algo.encoder=null")
     trained = weights(algorithm.policy)
     algorithm.update_critic(chain(algorithm.windows["update_critic"]))
     assert_same(weights(algorithm.policy), trained)
@@ -189,21 +168,16 @@ ARM = robot(states=1, actions=1, reach=1.0)
 FAILURE = -1.0  # the return of every row
 
 
-def gaussian(spec):
-    return GaussianPolicy(
-        spec, encoder=ObservationEncoder, hidden=[16], layer_norm=False, log_std_low=-5.0, log_std_high=2.0
-    )
+GAUSSIAN = (
+    "policy.hidden=[16]", "policy.layer_norm=false", f"algo.discount={DISCOUNT}", "algo.tau=0.1",
+    "algo.learning_rate=5e-3", "algo.initial_temperature=0.01", "algo.entropy_per_action=0.5",
+    "algo.backup_entropy=false",
+)  # fmt: skip
 
 
-def cal_ql(spec=ARM, seed=0, rate=5e-3, kind=CalQL, values=Scalar, hidden=(16,), **options):
-    torch.manual_seed(seed)
-    known = {
-        "policy": gaussian, "critic": partial(critic, values=values, hidden=hidden), "discount": DISCOUNT, "tau": 0.1,
-        "learning_rate": rate, "initial_temperature": 0.01, "entropy_per_action": 0.5, "backup_entropy": False,
-        "augment": None,
-    }  # fmt: skip
-    own = {"cql_alpha": 1.0, "cql_samples": 3, "calibrated": True} if kind is CalQL else {}
-    return kind(spec, **{**known, **own, **options})
+def cal_ql(*words, kind="mse", hidden="[16]", alpha=1.0, samples=3, calibrated=True):
+    own = f"algo.cql_alpha={alpha}", f"algo.cql_samples={samples}", f"algo.calibrated={str(calibrated).lower()}"
+    return build("calql", ARM, *GAUSSIAN, *critic(kind, hidden), *own, *words)
 
 
 def judged(algorithm, **columns):
@@ -216,7 +190,7 @@ def judged(algorithm, **columns):
 @pytest.mark.parametrize("calibrated", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_value_of_an_action_that_the_data_lack_sinks_to_their_return_and_no_further(calibrated, monkeypatch):
     """Data and uniform actions go right, the policy goes left. Linear critics have one number for each way."""
-    algorithm = cal_ql(hidden=(), calibrated=calibrated, cql_alpha=5.0)
+    algorithm = cal_ql(hidden="[]", calibrated=calibrated, alpha=5.0)
     monkeypatch.setattr(calql, "uniform", lambda seed, shape, stream: torch.ones(len(seed), *shape))
     nn.init.zeros_(algorithm.policy.network[-1].weight)
     algorithm.policy.network[-1].bias.data.copy_(torch.tensor([-9.0, -9.0]))
@@ -238,8 +212,8 @@ def test_the_value_of_an_action_that_the_data_lack_sinks_to_their_return_and_no_
 
 @every_kind
 @pytest.mark.parametrize("calibrated", [True, False])
-def test_the_conservative_loss_is_the_equation_and_only_the_policys_values_are_raised(values, calibrated):
-    algorithm = cal_ql(values=values, calibrated=calibrated)
+def test_the_conservative_loss_is_the_equation_and_only_the_policys_values_are_raised(kind, calibrated):
+    algorithm = cal_ql(kind=kind, calibrated=calibrated)
     returns = torch.linspace(-0.5, 0.5, 32).unsqueeze(1)
     rows = judged(algorithm, extras={calql.RETURN: returns})
     algorithm.update(judged(algorithm, seed=1))
@@ -262,7 +236,7 @@ def test_the_conservative_loss_is_the_equation_and_only_the_policys_values_are_r
 
 
 def test_the_compared_actions_fill_the_bounds_are_the_policys_of_both_states_and_come_from_the_rows_seeds():
-    algorithm = cal_ql(cql_samples=200)
+    algorithm = cal_ql(samples=200)
     last = algorithm.policy.network[-1]
     last.weight.data.mul_(torch.tensor([[9.0], [0.0]]))
     last.bias.data.copy_(torch.tensor([0.0, -5.0]))  # hardly any noise, so that the state alone decides
@@ -278,7 +252,7 @@ def test_the_compared_actions_fill_the_bounds_are_the_policys_of_both_states_and
 
 
 def test_without_the_conservative_loss_it_is_soft_actor_critic():
-    ours, theirs = cal_ql(cql_alpha=0.0), cal_ql(kind=SAC)
+    ours, theirs = cal_ql(alpha=0.0), build("sac", ARM, *GAUSSIAN, *critic(hidden="[16]"))
     for seed in range(3):
         metrics = [each.update(judged(ours, seed=seed)) for each in (ours, theirs)]
         assert metrics[0].keys() - metrics[1].keys() == {"conservative_loss"}
@@ -291,20 +265,3 @@ def test_only_what_is_calibrated_asks_for_returns_and_with_the_algorithms_discou
     for window in cal_ql().windows.values():
         assert (window.offsets[calql.RETURN], window.discount) == ((0,), DISCOUNT)
     assert not any(calql.RETURN in window.offsets for window in cal_ql(calibrated=False).windows.values())
-
-
-@pytest.mark.parametrize(
-    ("build", "options", "sentence"),
-    [
-        *((iql, {"expectile": wrong}, "algo.expectile between 0 and 1") for wrong in (0.0, 1.0, -0.5)),
-        (iql, {"beta": -1.0}, "algo.beta of at least 0"),
-        (iql, {"policy": gaussian}, "algo=iql needs chunks: say policy=flow"),
-        (cal_ql, {"cql_alpha": -0.1}, "algo.cql_alpha of at least 0"),
-        (cal_ql, {"cql_samples": 0}, "one or more algo.cql_samples"),
-        (cal_ql, {"policy": policy_of}, "say policy=gaussian"),
-        *((build, {"augment": partial(Augment, 1, 0.0, 0.0)}, "sees none") for build in (iql, cal_ql)),
-    ],
-)
-def test_what_cannot_be_is_refused(build, options, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        build(**options)

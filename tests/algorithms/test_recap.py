@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from hydra.utils import instantiate
-from serl_client import ConfigError
 
 from serl_launcher.algorithms.recap import POSITIVE
 from tests.shared.models import STATE, act, batch, config_of, robot
@@ -123,15 +122,3 @@ def test_the_value_learns_returns_that_the_state_tells():
         drawn = replace(drawn, extras={"episode.remaining": remaining, "episode.success": success})
         metrics = algorithm.update_value(drawn)
     assert metrics["value_distance"] < 0.15  # a constant is 0.42 away
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("algo.share=1.0",), "shares between 0 and 1"), (("algo.failure=1.0",), "failure not above 0"),
-        (("policy.tasks=[push]",), r"say policy.tasks=\[\]"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused(words, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        build(*words)

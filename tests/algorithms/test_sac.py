@@ -4,16 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hydra.utils import instantiate
-from serl_client import ConfigError
 
 from serl_launcher.algorithms.base import critic_weight, value_target
 from tests.algorithms.test_algorithms import SPEC, build, toy_batch
-from tests.shared.models import STATE, assert_same, batch, config_of, weights
+from tests.shared.models import STATE, assert_same, batch, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-STRANGE = "policy._target_=serl_launcher.networks.mlp.StateEncoder"
 
 
 @pytest.mark.parametrize(
@@ -80,11 +76,3 @@ def test_entropy_below_its_target_becomes_dear_and_above_it_cheap(target, dearer
     algorithm, _ = build("sac", f"algo.entropy_per_action={-target}")
     algorithm.update(toy_batch(algorithm.windows["update"]))
     assert (algorithm.log_temperature.log_alpha > 0) == dearer  # it began at 0
-
-
-@pytest.mark.parametrize("name", ["sac", "rlpd"])
-def test_soft_actor_critic_refuses_a_policy_without_density_or_encoder_and_names_what_to_say(name):
-    without = [f"~policy.{word}" for word in ("encoder", "hidden", "layer_norm", "log_std_low", "log_std_high")]
-    for words in (["policy=gaussian", STRANGE, *without], ["policy=flow"]):
-        with pytest.raises(ConfigError, match=r"need a policy with a density .* policy=gaussian, or algo=sac_pi0 with"):
-            instantiate(config_of(f"algo={name}", *words).algo)(SPEC)

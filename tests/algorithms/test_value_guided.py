@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hydra.utils import instantiate
-from serl_client import ConfigError
 
 from serl_launcher.algorithms.chunk_actor_critic import first_step
 from serl_launcher.algorithms.guided import Led
@@ -146,31 +145,6 @@ def test_the_best_of_n_acts_and_backs_up():
     later = algorithm.target_critic.value(following, best[:, :2]).min(0).values
     expected = drawn.reward @ torch.tensor([1, 0.97]) + 0.97**2 * later
     torch.testing.assert_close(algorithm.target(drawn), expected.detach())
-
-
-CHUNKS = [f"algo={name}" for name in ("qc", "dsrl", "expo")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        *((f"algo={name} policy=chunk head=regression network=mlp",
-           r"Regression are the same, so there is no best of .*proposal_noise=0.1") for name in ("qc", "parl", "expo")),
-        *((f"{algo} policy.history=2", f"{algo} .*policy.history=1") for algo in CHUNKS),
-        *((f"{algo} policy.max_delay=1", f"{algo} .*policy.max_delay=0") for algo in CHUNKS),
-        *((f"{algo} policy=gaussian", f"{algo} needs chunks") for algo in (*CHUNKS, "algo=recap")),
-        *((f"algo=dsrl policy=chunk head={head}", r"steers by the noise .*head=ddim") for head in ("ddpm", "gaussian")),
-        ("algo=guided policy=chunk head=mip", r"leads the steps of a sampler, which MIP does not have"),
-        ("algo=fql policy=chunk head=ddim", r"distils a flow .*policy=flow"),
-        ("algo=guided policy.head.path=trigonometric", r"policy.head.path=linear"),
-        ("algo=guided algo.task_weight=2.0", r"policy.tasks=\[\.\.\.\] and algo.task_drop=0.1"),
-        ("algo=guided algo.task_drop=1.0", r"a share below 1"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_with_what_to_say(words, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        instantiate(config_of(*words.split()).algo)(SPEC)
 
 
 @pytest.mark.parametrize("name", ["qc", "fql", "parl", "guided", "dsrl", "expo"])
