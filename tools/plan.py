@@ -13,7 +13,7 @@ from serl_client.errors import ConfigError, RetakeError
 
 from serl_launcher.config import composed
 from serl_launcher.training.plan import TRAINED, Phase, Plan
-from serl_launcher.training.plan_reader import load_plan
+from serl_launcher.training.plan_reader import plan_of
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 
@@ -36,10 +36,7 @@ def load(config: DictConfig, *, check_updates: bool) -> Plan:
     if check_updates:
         algorithm = pkgutil.resolve_name(config.algo._target_)
         methods = {name for name in dir(algorithm) if name.startswith("update")}
-    plan_yaml = OmegaConf.to_container(config.plan, resolve=True, throw_on_missing=True)
-    has_operator = bool(OmegaConf.select(config, "task.has_operator", default=True))
-    plan = load_plan(plan_yaml, methods=methods, has_operator=has_operator)  # type: ignore[arg-type]
-    return plan.only(config.phase) if config.get("phase") else plan
+    return plan_of(config, methods).only(config.phase)
 
 
 def timeline(plan: Plan) -> Iterator[str]:

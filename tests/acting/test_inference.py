@@ -15,7 +15,6 @@ from serl_launcher.acting.server import RECENT_S
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.inference import rlpd
 
-from .gpu import actions
 from .toy import Counting, ask, gathering, observed, receive, reconnect
 
 # -- one policy, wherever it acts
@@ -43,19 +42,6 @@ def test_the_inference_process_and_the_actors_own_process_act_alike_bit_by_bit(c
             assert (remote.version, local.version) == (1, 1)
             seen.append(previous)
     assert len(np.unique(seen, axis=0)) == 60
-
-
-def test_a_batch_of_many_actors_changes_no_answer(spec):
-    """Not bit by bit: a matrix product sums in another order for another batch. Actions lie within -1..1."""
-    host, generator = PolicyHost(rlpd(spec), spec, "cpu"), np.random.default_rng(0)
-    questions = [
-        Question(b"%d" % i, m.InferenceRequest(i, i, i % 3 == 0, i % 2 == 0, "",
-        observed(generator))) for i in range(64)
-    ]  # fmt: skip
-    together = host.answer(questions)
-    assert [answer.step for answer in together] == list(range(64))
-    alone = np.concatenate([actions(host, [question]) for question in questions])
-    np.testing.assert_allclose([answer.arrays["action"] for answer in together], alone, rtol=0, atol=2e-6)
 
 
 def test_questions_that_wait_together_are_answered_together_and_of_each_actor_the_latest(inference, link):

@@ -18,6 +18,7 @@ from serl_client import ConfigError, Feature
 from serl_client import messages as m
 
 from serl_launcher.acting.host import PolicyHost, Question
+from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.config import groups
 from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.store import weights as store
@@ -54,7 +55,7 @@ SMALLER = {name for names in OFFERED.values() for name in names if name.endswith
 LARGE = {name.removesuffix("_tiny") for name in SMALLER}
 
 
-QUICK = ("sac", "sft", "iql", "hybrid", "flow", "mse")  # choices that are tried in ./test.sh, too
+QUICK = ("sac", "sft", "iql", "hybrid", "tdmpc2_tiny", "flow", "mse")  # choices that are tried in ./test.sh, too
 
 
 def case(*words):
@@ -227,6 +228,12 @@ def test_a_window_names_the_steps_of_one_episode():
     for offsets in ({STATE: (0,)}, {"action": (1, 2)}, {"action": (0, 1), "next_observation": (1,)}):
         with pytest.raises(ValueError, match="window"):
             Window(offsets)
+
+
+def test_an_algorithm_that_forgets_to_say_how_its_planner_acts_is_told():
+    algorithm, _ = build("tdmpc2_tiny")
+    with pytest.raises(NotImplementedError, match="TDMPC2: Planner has no samples, so write `act`"):
+        Algorithm.act(algorithm, {}, torch.zeros(1, 2), None, task=("",), noise=torch.zeros(1, 1), explore=True)
 
 
 # -- every algorithm

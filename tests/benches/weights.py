@@ -6,7 +6,6 @@ write as ours must, and with --peers one broadcast of lz4(pickle) over ZeroMQ PU
 """
 
 import argparse
-import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from serl_launcher.store import weights
 from tests.shared.common import free_port
 
 from .paired import Figure, cpu_seconds, option, ratio, rounds
+from .peers import released, squeezed
 from .served import Group, RawTcp, Served, spec_of
 
 OURS, RAW = "ours", "raw TCP"
@@ -81,21 +81,17 @@ def follow(pipe: Any, address: str, folder: Path, number: int) -> None:
 # -- beside it
 def listen(pipe: Any, port: int) -> None:
     """A subscriber that unpacks what it is sent."""
-    import lz4.frame
-
     subscriber = zmq.Context.instance().socket(zmq.SUB)
     subscriber.connect(f"tcp://127.0.0.1:{port}")
     subscriber.subscribe(b"")
     while True:
-        pickle.loads(lz4.frame.decompress(subscriber.recv()))
+        released(subscriber.recv())
         pipe.send(time.monotonic())
 
 
 @contextmanager
 def broadcast(data: np.ndarray, count: int) -> Iterator[Callable[[], float]]:
     """call() publishes lz4(pickle(data)) once to so many subscribers; seconds until all have it."""
-    import lz4.frame
-
     port = free_port()
     with zmq.Context.instance().socket(zmq.XPUB) as publisher, Group(listen, [(port,)] * count) as group:
         publisher.set(zmq.XPUB_VERBOSE, 1)
@@ -105,7 +101,7 @@ def broadcast(data: np.ndarray, count: int) -> Iterator[Callable[[], float]]:
 
         def call() -> float:
             begin = time.monotonic()
-            publisher.send(lz4.frame.compress(pickle.dumps({"weights": data})))
+            publisher.send(squeezed({"weights": data}))
             return max(group.heard()) - begin
 
         yield call

@@ -12,31 +12,19 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from omegaconf import DictConfig, OmegaConf
-from serl_client import ConfigError, Feature, Spec
-from serl_client import messages as m
+from serl_client import ConfigError
 
 from robot_infra.cameras import gl
-from serl_launcher import launcher
-from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.config import _check as check_word
 from serl_launcher.config import _read as read_word
 from serl_launcher.config import composed, groups
-from serl_launcher.optim.distributed import World
-from serl_launcher.replay.batches import blank
-from serl_launcher.store.extras import with_extras
-from serl_launcher.training import build as training
 from serl_launcher.training.plan_reader import plan_of
-from serl_launcher.training.ranks import Ranks
-from serl_launcher.types import Batch
 from tests.shared.common import CONFIG, ROOT
 from tests.shared.here import start
 
@@ -57,10 +45,6 @@ SIZES = {  # of networks, where they have such a setting
 PARTS = {"head.steps": "2", "network.hidden": "[16,16]", "critic.hidden": "[16,16]", "critic.num_critics": "2"}
 PI0 = ("vision", "gemma", "horizon", "width", "state_size", "prompt_tokens", "precision")
 CHOICE = re.compile(r"\b(?:algo|policy|head|network|critic|plan|task)=\w+")
-SEEN = Spec(
-    {"observation.state": Feature((4,)), "observation.images.top": Feature((16, 16, 3), "uint8")},
-    Feature((3,), low=-np.ones(3), high=np.ones(3)), fps=10.0,
-)  # fmt: skip
 
 
 # -- what there is to try
@@ -98,7 +82,7 @@ def chosen(path: Path) -> dict[str, str]:
     return {**(before[0] if before else {}), **dict(own)}
 
 
-NO_RUN = ("sharding", "head", "network")  # tried without a run of their own: below, and in test_algorithms
+NO_RUN = ("sharding", "head", "network")  # tried without a run of their own, in test_algorithms and test_sharding
 HANDS = [("task", name) for name in ("lerobot", "so101", "pick_cube", "dobot")]  # tests/programs; dobot: test_docs.py
 CHOICES = [
     (group, name) for group, names in sorted(OFFERED.items()) for name in names
@@ -226,38 +210,6 @@ def test_every_yaml_makes_a_run(group, name, tmp_path):
     words = placed(words_of(group, name))
     needs(words)
     goes_its_way(tmp_path / "run", words)
-
-
-# -- what can be tried without a run
-
-
-def counted(batch: Batch) -> Batch:
-    """The batch with rows that count: in those that only take memory nothing is valid."""
-    whole = torch.full_like(batch.length, batch.valid.shape[1])
-    return replace(batch, valid=torch.ones_like(batch.valid), weight=torch.ones_like(batch.weight), length=whole)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in OFFERED["network"] if f"{name}_tiny" in OFFERED["network"]])
-def test_a_network_as_large_as_in_its_paper_learns_and_acts(name):
-    """As a trainer and an actor begin; small, it goes all of the way in test_algorithms."""
-    config = composed(CONFIG, ["learner=true", *small(["algo=sft", "policy=chunk", f"network={name}"])])
-    spec, config.ranks = with_extras(SEEN, config.extras), launcher.ranks_of(config)
-    training.check_memory(config, spec, "cpu", 1)
-    algorithm = training.build(config, spec)
-    plan_of(config, set(algorithm.windows))
-    Ranks(algorithm, World(), config.sharding).check({config.batch_size})
-    for name, window in algorithm.windows.items():
-        found = getattr(algorithm, name)(counted(blank(spec, window, int(config.batch_size), algorithm.derived)))
-        metrics = found[0] if isinstance(found, tuple) else found
-        assert all(value.isfinite() for value in metrics.values()), name
-    host = PolicyHost(algorithm, spec, "cpu")
-    host.version = 1
-    observation = {name: np.zeros(feature.shape, feature.dtype) for name, feature in spec.observation.items()}
-    for explores in (True, False):
-        answer = host.answer([Question(b"", m.InferenceRequest(0, 0, True, explores, "", observation))])[0]
-        assert np.isfinite(answer.arrays["action"]).all()
-        assert answer.arrays["action"].shape[-1:] == spec.action.shape
 
 
 # -- words of the pages

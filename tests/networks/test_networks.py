@@ -91,12 +91,6 @@ def test_states_lie_side_by_side_in_the_order_of_their_names_and_a_robot_without
         StateEncoder(robot(states=0))
 
 
-def test_the_action_scale_maps_the_bounds_to_one_and_back():
-    scale, bounds = ActionScale(SPEC.action), torch.stack([LOW, HIGH])
-    torch.testing.assert_close(scale.to_unit(bounds), torch.tensor([[-1.0, -1.0], [1.0, 1.0]]))
-    torch.testing.assert_close(scale.from_unit(scale.to_unit(bounds)), bounds)
-
-
 CAR = Feature((3,), low=[-1, 0, 0], high=[1, 1, 1], neutral=[0, 0.5, 0])
 
 

@@ -248,6 +248,7 @@ def test_what_inference_takes_of_a_gpu_is_its_weights_those_it_swaps_in_its_grap
     assert whole.graphs == pytest.approx(budget.GRAPHS * whole.weights, rel=0.01)
     assert gaussian.graphs == 0
     assert whole.total == whole.weights + whole.swapped + whole.graphs + budget.CONTEXT
+    assert budget.of_acting(untrained(composed(CONFIG, ["algo=tdmpc2_tiny"]), SPEC)).swapped > 0, "a planner, too"
 
 
 def test_a_rank_on_a_gpu_takes_what_cuda_takes_and_what_it_publishes_and_nccl_where_there_are_several(on_gpu):
