@@ -4,9 +4,8 @@ The runner drives the fake robot and three cameras of 224x224 on the real clock 
 action, while its learner is killed, stopped, cut off and out of disk in turn; beside it the same runner drives
 the same robot, and its client is one that does nothing. A tick is late when it lasted more than 1.1 of its time; the
 ratio is that of the shares of late ticks, because an actor that hears of no action for some seconds ends its episode
-and waits. Of a call, `own` is its wall time without that in which its thread could run and no processor was free (Linux
-counts it, schedstat): that belongs to the machine, and both loops have it. A late tick stands in our calls if their own
-time is half of what was too much. Out of disk: whatever the server writes to a file fails (RLIMIT_FSIZE).
+and waits. What a call costs by itself is measured by `wire` and `ingest`. Out of disk: whatever the server writes to a
+file fails (RLIMIT_FSIZE).
 """
 
 import argparse
@@ -15,9 +14,8 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,6 @@ from .paired import Figure, option
 from .served import Child, Served
 
 FAULTS = ("killed", "stopped", "cut off", "no disk")
-CALLS = ("push", "ask", "answer")
 START = 5.0  # seconds before the first fault
 SHARE = 2 / 3  # of the time from one fault to the next
 LATE = 1.1  # of a tick's time
@@ -53,7 +50,6 @@ BODY = {
 }  # fmt: skip
 HORIZON, ACTION = 50, 2
 Tick = tuple[float, float]  # when it ended (time.monotonic()), and how long it lasted
-Call = tuple[float, int, int]  # when it began (time.monotonic()), and its CPU and own nanoseconds
 Span = tuple[str, float, float]  # what was, from, to
 OPTIONS = {"--seconds": option(100.0, "for all of it (100)"), "--hz": option(30.0, "of the loop (30)")}
 
@@ -76,18 +72,12 @@ def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
         time.sleep(min(START, options.seconds / 4))
         spans = [*troubles(learner, (records, answers), until)]
         learner.direct({"phase": "bench", "mode": "stop", "boundary": "now"})
-        ticks, calls, left = ours.heard()
-        plain, _, _ = other.heard()
+        ticks, left = ours.heard()
+        plain, _ = other.heard()
     begin, end = spans[0][1], spans[-1][2]
     for state in ("all", "well", *FAULTS):
         within = [span for span in [*spans, ("all", begin, end)] if span[0] == state]
         yield from beside_plain(state, during(ticks, within), during(plain, within), 1 / hz)
-    calls = {name: during(kept, [("all", begin, end)]) for name, kept in calls.items()}
-    yield Figure("late ticks that stand in push, ask or answer", in_a_call(during(ticks, spans), calls, 1 / hz), "")
-    for name, kept in calls.items():
-        cpu, own = np.array([times for _, *times in kept] or [(0, 0)]).T / 1e3
-        yield Figure(f"{name}: CPU p50", float(np.median(cpu)), "us")
-        yield Figure(f"{name}: own p99.9", float(np.quantile(own, 0.999)), "us")
     yield Figure("records that were not delivered at the end", left, "", goal="<= 0")
 
 
@@ -104,8 +94,8 @@ def troubles(learner: Served, proxies: Sequence[Proxy], until: float) -> Iterato
         yield "well", well, time.monotonic()
 
 
-def during(kept: Sequence[Any], spans: Sequence[Span]) -> list[Any]:
-    return [each for each in kept if any(since <= each[0] < until for _, since, until in spans)]
+def during(ticks: Sequence[Tick], spans: Sequence[Span]) -> list[Tick]:
+    return [tick for tick in ticks if any(since <= tick[0] < until for _, since, until in spans)]
 
 
 def beside_plain(state: str, ours: list[Tick], plain: list[Tick], period: float) -> Iterator[Figure]:
@@ -116,15 +106,6 @@ def beside_plain(state: str, ours: list[Tick], plain: list[Tick], period: float)
     yield Figure(f"{state}: late ticks", share, "%", against, ratio, "<= 1.5" if state == "all" else "")
     most, plain_most = (float(np.quantile([lasted for _, lasted in ticks] or [0.0], 0.999)) for ticks in (ours, plain))
     yield Figure(f"{state}: tick p99.9", most * 1e3, "ms", "without a client", most / (plain_most or period))
-
-
-def in_a_call(ticks: list[Tick], calls: Mapping[str, list[Call]], period: float) -> int:
-    """How many late ticks stand in our calls."""
-    spent = [(began, own) for kept in calls.values() for began, _, own in kept]
-    return sum(
-        sum(own for began, own in spent if end - lasted <= began < end) > (lasted - period) * 1e9 / 2
-        for end, lasted in ticks if lasted > LATE * period
-    )  # fmt: skip
 
 
 @contextmanager
@@ -164,29 +145,6 @@ def answer(_: Any, address: str) -> None:
 
 
 # -- the actor
-class Timed(TrainerClient):
-    """A client for one thread that keeps what its calls took."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.calls: dict[str, list[Call]] = {name: [] for name in CALLS}
-        self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        for name in CALLS:
-            setattr(self, name, partial(self._timed, self.calls[name], getattr(self, name)))
-
-    def _timed(self, kept: list[Call], call: Callable[..., Any], *words: Any, **named: Any) -> Any:
-        began, queued = time.monotonic(), self._queued()
-        wall, cpu = time.perf_counter_ns(), time.thread_time_ns()
-        result = call(*words, **named)
-        cpu, wall = time.thread_time_ns() - cpu, time.perf_counter_ns() - wall
-        kept.append((began, cpu, max(0, wall - (self._queued() - queued))))
-        return result
-
-    def _queued(self) -> int:
-        """Nanoseconds in which this thread could run and no processor was free."""
-        return int(os.pread(self._schedule, 64, 0).split()[1])
-
-
 class Noise:
     """A camera that always has a new image."""
 
@@ -228,8 +186,6 @@ class Ticked(RobotEnv):
 class Nobody(FakeClient):
     """A client that sends nothing and keeps nothing."""
 
-    connected, calls = True, {}
-
     def push(self, record: Any) -> None:
         pass
 
@@ -247,7 +203,7 @@ def actor(pipe: Any, address: str, folder: Path, hz: float) -> None:
         client: Any = Nobody(env.spec, intervene=False)
         policy: Any = Chunks(HORIZON, scale=0.0)
         if address:
-            client = policy = Timed(address, actor="bench", spec=env.spec, outbox=folder / "outbox").__enter__()
+            client = policy = TrainerClient(address, actor="bench", spec=env.spec, outbox=folder / "outbox").__enter__()
             while not client.connected:
                 client.wait(0.05)
             pipe.send("connected")
@@ -255,4 +211,4 @@ def actor(pipe: Any, address: str, folder: Path, hz: float) -> None:
             threading.Timer(until - time.monotonic(), client.direct, ("stop", 2)).start()
         with closing(client):
             run_actor(env, RemotePolicy(policy, deadline=DEADLINE, n_action_steps=1), client, seed=0)
-            pipe.send((env.ticks, client.calls, client.pending[0]))
+            pipe.send((env.ticks, client.pending[0]))

@@ -93,7 +93,6 @@ SMALL = {  # {bench: (its words, {(figure, what it stands beside): its goal})}
         "--seconds 10",
         {**{(f"{state}: tick p99.9", "without a client"): "" for state in
             ("all", "well", "killed", "stopped", "cut off", "no disk")},
-         **{(f"{call}: own p99.9", ""): "" for call in ("push", "ask", "answer")},
          ("records that were not delivered at the end", ""): "<= 0"},
     ),
     "pi0": (

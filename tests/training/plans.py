@@ -2,45 +2,40 @@
 
 from copy import deepcopy
 
+import yaml
+
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import load_plan
 from serl_launcher.training.plan_state import PhaseCounts, PlanState, Progress, SourceCounts
 
 METHODS = {"update", "update_critic"}
-
-
-PLAN = {
-    "sources": {
-        "demo": {"capacity": 500},
-        "online": {"capacity": 2000},
-        "success": {"of": ["online", "demo"], "keep": ["successful"], "min_length": 3, "split": "train"},
-    },
-    "phases": {
-        "demonstrate": {
-            "actors": {"mode": "teleop", "into": "demo"},
-            "until": ["demo.episodes >= 20", "operator"],
-            "on_end": [{"fit_normalizer": "demo"}],
-        },
-        "clone": {
-            "actors": {"mode": "idle"},
-            "updates": ["update"],
-            "data": {"demo": 1.0},
-            "until": ["updates >= 4"],
-            "on_end": ["checkpoint", "publish"],
-        },
-        "practise": {
-            "actors": {"mode": "collect", "into": "online"},
-            "updates": ["update_critic", "update"],
-            "data": {"success": 3, "demo": 1},
-            "start_when": "online.steps >= 10",
-            "pace": {"updates_per_step": 2, "tolerance": 8},
-            "publish": {"every_updates": 3},
-            "until": ["unassisted_success[4] >= 0.75 and success[5] >= 0.6", "env_steps >= 1000", "wall_s >= 3600"],
-            "on_end": ["checkpoint"],
-        },
-        "evaluate": {"actors": {"mode": "evaluate"}, "until": ["episodes >= 50"]},
-    },
-}
+PLAN = yaml.safe_load("""
+sources:
+  demo: {capacity: 500}
+  online: {capacity: 2000}
+  success: {of: [online, demo], keep: [successful], min_length: 3, split: train}
+phases:
+  demonstrate:
+    actors: {mode: teleop, into: demo}
+    until: [demo.episodes >= 20, operator]
+    on_end: [fit_normalizer: demo]
+  clone:
+    actors: {mode: idle}
+    updates: [update]
+    data: {demo: 1.0}
+    until: [updates >= 4]
+    on_end: [checkpoint, publish]
+  practise:
+    actors: {mode: collect, into: online}
+    updates: [update_critic, update]
+    data: {success: 3, demo: 1}
+    start_when: online.steps >= 10
+    pace: {updates_per_step: 2, tolerance: 8}
+    publish: {every_updates: 3}
+    until: ["unassisted_success[4] >= 0.75 and success[5] >= 0.6", env_steps >= 1000, wall_s >= 3600]
+    on_end: [checkpoint]
+  evaluate: {actors: {mode: evaluate}, until: [episodes >= 50]}
+""")
 
 
 def edited(path: str, value: object) -> dict:
