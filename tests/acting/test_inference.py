@@ -5,7 +5,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from serl_client import messages as m
 from serl_client.controller import RemotePolicy, decision_seed
 
 from serl_launcher.acting import host as module

@@ -10,9 +10,7 @@ from tests.shared.models import config_of, robot
 
 PLAIN = robot(states=2, actions=3, cameras=())
 NAMED = replace(PLAIN, action=Feature((3,), names=("x", "gripper", "y"), low=[-1, 0, -4], high=[1, 2, 4]))
-AUGMENTED = (
-    "algo.augment={_target_:serl_launcher.networks.augment.Augment,_partial_:true,shift:1,brightness:0.0,contrast:0.0}"
-)
+AUGMENT = "_target_:serl_launcher.networks.augment.Augment,_partial_:true,shift:1,brightness:0.0,contrast:0.0"
 STRANGE = "policy._target_=serl_launcher.networks.mlp.StateEncoder " + " ".join(
     f"~policy.{word}" for word in ("encoder", "hidden", "layer_norm", "log_std_low", "log_std_high")
 )
