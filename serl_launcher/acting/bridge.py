@@ -79,7 +79,7 @@ class Bridge:
         self.form, self.refusals = openpi.Form(host.spec, keys), RefusalCount()
         self.most = max(1, min(CONNECTIONS, BYTES // (COPIES * self.form.limit)))
         self.places = Places(self.most)  # of the connections that are open, before and after their handshake
-        self._host, self._address, self._ask = host, address, ask
+        self._host, self._address, self._ask, self._run_dir = host, address, ask, run_dir
         self._allowed = AllowList(allowed) if allowed else None
         self._numbers = itertools.count(1)
         self._welcome = openpi.pack({

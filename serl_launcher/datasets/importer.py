@@ -17,8 +17,9 @@ from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.console import log_as
-from serl_client.episode import MAX_NAME, Outcome, Segment, Stamp
+from serl_client.episode import Outcome, Segment, Stamp
 from serl_client.errors import ConfigError
+from serl_client.names import MAX_NAME
 from serl_client.spec import Spec
 
 from serl_launcher.datasets import robomimic

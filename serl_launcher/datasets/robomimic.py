@@ -249,7 +249,7 @@ def _check_own(file: Any, path: Path) -> None:
         nonlocal room
         if isinstance(link, h5py.ExternalLink):
             return f"{name} lies in another file: copy it into this one"
-        node = file.get(name) if isinstance(link, h5py.HardLink) else None
+        node: Any = file.get(name) if isinstance(link, h5py.HardLink) else None
         if isinstance(node, h5py.Dataset):
             if node.is_virtual or node.external:
                 return f"the rows of {name} lie in other files: copy them into this one"

@@ -149,8 +149,8 @@ class CleanFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         return cleaned(super().formatMessage(record))
 
-    def formatException(self, *info: Any) -> str:
-        return cleaned(super().formatException(*info), "\n")
+    def formatException(self, ei: Any) -> str:
+        return cleaned(super().formatException(ei), "\n")
 
 
 class _Throttle(logging.Filter):
