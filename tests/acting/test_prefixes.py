@@ -90,7 +90,7 @@ WRONG = {
     "another type": (np.zeros((3, 2)), 1, r"not float64 \[3, 2\]"),
     "another rank": (np.zeros(2, np.float32), 1, r"not float32 \[2\]"),
     "not finite": (rows(3) * np.float32("nan"), 1, r"prefix \[0\] is nan, which is not finite"),
-    "beyond reason": (rows(3) * np.float32(3e38), 1, r"prefix \[0\] is .*, beyond its limit of 201"),
+    "beyond reason": (rows(3) * np.float32(3e38), 1, r"prefix \[0\] is .*, beyond its limit of -201"),
     "no rows": (rows(0), 1, "committed should be 1 to 0"),
     "more committed than left": (rows(3), 4, "committed should be 1 to 3, the rows of the prefix, not 4"),
     "nothing committed": (rows(3), 0, "committed should be 1 to 3"),
