@@ -159,7 +159,7 @@ def value_target(batch: Batch, next_value: Tensor, discount: float) -> Tensor:
 
     next_value: [..., B], V at the batch's next_observation. Only `terminated` ends the value; `truncated` does not.
     """
-    discounts = discount ** torch.arange(batch.reward.shape[1], device=batch.reward.device)
+    discounts = float(discount) ** torch.arange(batch.reward.shape[1], device=batch.reward.device)
     rewards = batch.reward @ discounts  # past the episode's end the reward is zero
     return rewards + discount**batch.length * ~batch.terminated.any(1) * next_value
 

@@ -58,8 +58,8 @@ class Parts:
 class ChunkActorCritic(Algorithm):
     """Base of actor-critic algorithms over chunks. `update_clone` imitates; `update_critic` learns (1).
 
-    A subclass makes the Parts, and keeps their `policy` and `critic` under these names. If both are parts of what acts,
-    it derives from ActsByCritic instead.
+    A subclass makes the Parts, and keeps their `policy` and `critic` under these names. If the policy is a part of what
+    acts, it derives from ActsByWrapped instead; if both are, from ActsByCritic.
     """
 
     policy: HeadPolicy
@@ -138,9 +138,8 @@ class ChunkActorCritic(Algorithm):
         return torch.where(batch.valid.unsqueeze(-1), batch.action, self.critic.scale.center)
 
 
-class ActsByCritic(ChunkActorCritic):
-    """Base of algorithms whose critics help to choose actions. acts: the policy that acts. It holds the imitating
-    policy and the critics, which are saved as its parts."""
+class ActsByWrapped(ChunkActorCritic):
+    """Base of algorithms that act by a policy around the imitating one, saved as its part. acts: that policy."""
 
     def __init__(self, parts: Parts, acts: Wrapped) -> None:
         super().__init__(parts)
@@ -151,12 +150,16 @@ class ActsByCritic(ChunkActorCritic):
         return self.acts.policy
 
     @property
-    def critic(self) -> Critic:  # type: ignore[override]
-        return self.acts.critic
-
-    @property
     def acting(self) -> Any:
         return self.acts
+
+
+class ActsByCritic(ActsByWrapped):
+    """Base of algorithms whose critics help to choose actions: `acts` holds them, too."""
+
+    @property
+    def critic(self) -> Critic:  # type: ignore[override]
+        return self.acts.critic
 
 
 def _checked(policy: Policy, algo: str) -> HeadPolicy:

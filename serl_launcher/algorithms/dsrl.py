@@ -20,7 +20,7 @@ from serl_client.spec import Feature, Spec
 from torch import Tensor, nn
 
 from serl_launcher.algorithms.base import descend
-from serl_launcher.algorithms.chunk_actor_critic import ChunkActorCritic, Parts, PolicyFeatures, features_of, first_step
+from serl_launcher.algorithms.chunk_actor_critic import ActsByWrapped, Parts, PolicyFeatures, features_of, first_step
 from serl_launcher.algorithms.sac import LogTemperature, hold_entropy
 from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.seeded_noise import normal
@@ -59,7 +59,7 @@ class Steered(Wrapped):
         return self.policy.sample(observation, task=task, noise=repeated[None, :, None])[0]
 
 
-class DSRL(ChunkActorCritic):
+class DSRL(ActsByWrapped):
     """Imitate (`update_clone`) before practice; then learn values (`update_critic`) and steer (`update_noise`).
 
     noise_policy: makes the Gaussian policy over noise, from the Spec whose action is the noise. reach: its bounds.
@@ -92,8 +92,8 @@ class DSRL(ChunkActorCritic):
         noise_spec = replace(spec, action=Feature(bound.shape, low=-bound, high=bound))  # of a robot that acts by noise
         own = {} if encoder else {"encoder": lambda _: PolicyFeatures(policy)}
         chooser = noise_policy(noise_spec, **own)
-        super().__init__(made)
-        self.acts, self.critic, self.reach = Steered(policy, chooser, rows), made.critic, reach
+        super().__init__(made, Steered(policy, chooser, rows))
+        self.critic, self.reach = made.critic, reach
         self.noise_critic = critic(noise_spec, encoder=features_of(spec, policy, encoder), horizon=1)
         self.noise_critic_optimizer = noise_optimizer(self.noise_critic)
         self.noise_optimizer = noise_optimizer(chooser)
@@ -101,14 +101,6 @@ class DSRL(ChunkActorCritic):
         self.temperature_optimizer = Optimizer(self.log_temperature, learning_rate=self.noise_optimizer.learning_rate)
         self.target_entropy = -entropy_per_action * rows * policy.width
         self.windows["update_noise"] = self.windows["update_critic"]
-
-    @property
-    def policy(self) -> HeadPolicy:  # type: ignore[override]
-        return self.acts.policy
-
-    @property
-    def acting(self) -> Steered:
-        return self.acts
 
     def update_noise(self, batch: Batch) -> Metrics:
         """Take one step of Q_w, one of the noise policy down (2), and one of the temperature."""

@@ -50,12 +50,13 @@ def small(name, **options):
 
 @every_head
 def test_steps_that_do_not_count_have_no_loss_and_rows_are_alone(name, monkeypatch):
-    """What the network says of padded steps, or of the old chunk's, changes nothing; nor do other rows."""
+    """What lies in padded steps, what the network says of them or of the old chunk's, and other rows change nothing."""
     action = torch.rand(3, HORIZON, 2, generator=torch.Generator().manual_seed(2)) * 4 - 2
     rows, is_padded = batch_of(action, STATES, length=LENGTH), torch.arange(HORIZON) >= LENGTH[:, None]
     for policy in (small(name), small(name, max_delay=2)):
         predict, expected, learned = policy.predict, policy(rows)[0], list(policy.network.parameters())
-        more = torch.linspace(1, 7, policy.head.outputs)
+        more, garbage = torch.linspace(1, 7, policy.head.outputs), torch.where(is_padded[..., None], 50.0, action)
+        torch.testing.assert_close(policy(batch_of(garbage, STATES, length=LENGTH))[0], expected)
         gradient = torch.autograd.grad(expected[1], learned, retain_graph=True)
         weighted = torch.autograd.grad((torch.tensor([0.0, 1.0, 0.0]) * expected).sum(), learned)
         torch.testing.assert_close(weighted, gradient, rtol=0, atol=0)
