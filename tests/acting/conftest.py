@@ -14,7 +14,7 @@ from serl_launcher.acting.host import PolicyHost
 from serl_launcher.config import composed
 from tests.shared.clients import connected
 from tests.shared.common import CONFIG, free_port
-from tests.shared.inference import Inference, composed_algorithm
+from tests.shared.inference import Inference, algorithm_of
 
 from .gpu import FLOW
 
@@ -130,6 +130,6 @@ def on(monkeypatch, spec, one_thread):
 
     def make(gpu, *words):
         monkeypatch.setattr(hosts, "open_device", lambda _: gpu)
-        return PolicyHost(composed_algorithm(spec, *FLOW, *words, seed=1), spec, "cpu")
+        return PolicyHost(algorithm_of(spec, *FLOW, *words, seed=1), spec, "cpu")
 
     return make

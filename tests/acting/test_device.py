@@ -14,7 +14,7 @@ from serl_launcher.acting.device import Cpu, Cuda
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.networks import compiler
 from serl_launcher.optim import distributed
-from tests.shared.inference import composed_algorithm
+from tests.shared.inference import algorithm_of
 
 from .gpu import FLOW, FakeGpu, actions, many
 from .toy import ask
@@ -170,7 +170,7 @@ def test_compiled_code_is_kept_where_only_its_user_writes(monkeypatch, tmp_path)
 @pytest.mark.slow
 def test_a_layer_that_is_compiled_is_compiled_once_for_all_layers_tasks_and_batches(spec, one_thread):
     """What a GPU will do, with a compiler that writes no code."""
-    host = PolicyHost(composed_algorithm(spec, "+algo=sft", "+policy=pi0_tiny"), spec, "cpu")
+    host = PolicyHost(algorithm_of(spec, "+algo=sft", "+policy=pi0_tiny"), spec, "cpu")
 
     def actions(task, count):
         questions = [Question(b"%d" % i, ask(seed=i, reset=True, explore=True, task=task, key=i)) for i in range(count)]
@@ -191,9 +191,9 @@ def test_a_layer_that_is_compiled_is_compiled_once_for_all_layers_tasks_and_batc
 
 @pytest.mark.gpu
 def test_each_gpu_answers_recorded_as_a_cpu_does(spec):
-    plain = PolicyHost(composed_algorithm(spec, *FLOW, seed=1), spec, "cpu")
+    plain = PolicyHost(algorithm_of(spec, *FLOW, seed=1), spec, "cpu")
     for index in range(torch.cuda.device_count()):
-        host = PolicyHost(composed_algorithm(spec, *FLOW, seed=1), spec, f"cuda:{index}")
+        host = PolicyHost(algorithm_of(spec, *FLOW, seed=1), spec, f"cuda:{index}")
         while sizes := host.unrecorded:
             host.warm_up(sizes[0])
         assert host.acting.chunks.is_on

@@ -9,7 +9,7 @@ from serl_launcher.acting.device import Cpu
 from serl_launcher.acting.graphs import Graphs
 from serl_launcher.acting.host import PolicyHost, Question
 from tests.shared.common import until
-from tests.shared.inference import composed_algorithm
+from tests.shared.inference import algorithm_of
 
 from .gpu import FLOW, FakeGpu, actions, many
 from .toy import Counting, ask, receive
@@ -169,10 +169,10 @@ def test_one_row_for_which_memory_is_lacking_is_an_error(spec):
 
 def test_every_size_is_recorded_before_the_first_weights_come(inference, on, spec, link):
     on(gpu := FakeGpu(room=10))
-    over_there = inference(composed_algorithm(spec, *FLOW)).start()
+    over_there = inference(algorithm_of(spec, *FLOW)).start()
     until(lambda: not over_there.server.host.unrecorded and over_there.server._job is None)
     assert [rows for rows, _ in gpu.made] == [1, 8, 4, 2]
-    over_there.publish(1, composed_algorithm(spec, *FLOW))
+    over_there.publish(1, algorithm_of(spec, *FLOW))
     asker = link(over_there.address)
     asker.send(ask(4, reset=True))
     assert receive(asker).step == 4
@@ -180,7 +180,7 @@ def test_every_size_is_recorded_before_the_first_weights_come(inference, on, spe
 
 def test_while_actors_ask_no_size_is_recorded_unless_batches_are_cut_for_long(inference, on, spec):
     on(FakeGpu())
-    server = inference(composed_algorithm(spec, *FLOW)).server
+    server = inference(algorithm_of(spec, *FLOW)).server
     server.host.version, came = 1, 1000.0
     server._put(Question(b"a", ask(), came))
     assert not server._may_record(came + servers.IDLE_S + 1), "one waits"

@@ -15,7 +15,7 @@ from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.acting.local import LocalSource
 from tests.service.foreign_client import Client
 from tests.shared.common import PATIENCE, STATE, until
-from tests.shared.inference import composed_algorithm, rlpd
+from tests.shared.inference import algorithm_of, rlpd
 
 from .toy import POISON, Counting, Poisoned, ask, gathering, receive
 
@@ -65,7 +65,7 @@ def test_kill_9_in_mid_episode_costs_the_memory_alone_and_a_policy_that_fails_sa
 ):
     _, join, publish = connect(process)
     client = join("arm")
-    publish(1, composed_algorithm(spec, *words))
+    publish(1, algorithm_of(spec, *words))
     controller = RemotePolicy(client, deadline=5.0)  # a busy machine may answer late
     controller.begin("episode", {"explore": False, "weights": None}, "reach")
     for step in range(6):

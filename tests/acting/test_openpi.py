@@ -21,7 +21,7 @@ from serl_launcher.acting import bridge as module
 from serl_launcher.acting import carries
 from serl_launcher.acting.bridge import Bridge
 from tests.shared.common import PATIENCE, STATE, free_port, until
-from tests.shared.inference import composed_algorithm
+from tests.shared.inference import algorithm_of
 from tests.shared.keys import do
 
 from .gpu import FLOW
@@ -91,7 +91,7 @@ def refusals(bridge):
 
 # -- the chunks
 def test_a_client_of_openpi_gets_the_chunks_that_our_own_gets_for_its_seeds(bridged, client, link, spec, one_thread):
-    there, bridge, address = bridged(composed_algorithm(spec, *FLOW, seed=1))
+    there, bridge, address = bridged(algorithm_of(spec, *FLOW, seed=1))
     ours, chunks = link(there.address), []
     for number in (1, 2):
         theirs = client(address)

@@ -9,7 +9,7 @@ from serl_client.errors import MessageError
 from serl_launcher.acting.host import MOST, PolicyHost, Question
 from serl_launcher.acting.local import LocalSource
 from tests.shared.common import until
-from tests.shared.inference import composed_algorithm, rlpd
+from tests.shared.inference import algorithm_of, rlpd
 
 from .gpu import FLOW, FakeGpu, actions
 from .toy import ask, observed
@@ -34,7 +34,7 @@ MIXED = [(b"a", 0, 0), (b"b", 1, 4), (b"c", 3, 8), (b"d", 5, 5), (b"e", 0, 0)]
 
 @pytest.mark.parametrize("words", [TRAINED, GUIDED], ids=["trained", "guided"])
 def test_a_batch_mixes_questions_with_and_without_an_old_chunk(spec, words):
-    host = PolicyHost(composed_algorithm(spec, *words), spec, "cpu")
+    host = PolicyHost(algorithm_of(spec, *words), spec, "cpu")
     questions = [question(*each, seed=number) for number, each in enumerate(MIXED)]
     together = host.answer(questions)
     for asked, answer in zip(questions, together, strict=True):
@@ -47,7 +47,7 @@ def test_a_batch_mixes_questions_with_and_without_an_old_chunk(spec, words):
 
 def test_guided_chunks_for_which_memory_is_lacking_cost_the_others_nothing(spec, monkeypatch, caplog):
     """First two at once are too many, then one is: from then on chunks begin anew."""
-    host, plain = (PolicyHost(composed_algorithm(spec, *GUIDED, seed=1), spec, "cpu") for _ in range(2))
+    host, plain = (PolicyHost(algorithm_of(spec, *GUIDED, seed=1), spec, "cpu") for _ in range(2))
     questions = [question(*each, seed=number) for number, each in enumerate(MIXED)]
     expected, decide, most = actions(plain, questions), host._decide, 1
 
@@ -67,7 +67,7 @@ def test_guided_chunks_for_which_memory_is_lacking_cost_the_others_nothing(spec,
 
 
 def test_a_delay_beyond_what_the_policy_has_learned_is_told_once(spec, caplog):
-    host = PolicyHost(composed_algorithm(spec, *TRAINED), spec, "cpu")
+    host = PolicyHost(algorithm_of(spec, *TRAINED), spec, "cpu")
     learned = host.acting.max_delay
     for committed in (learned, learned + 1, learned + 2):
         host.answer([question(b"a", committed, 8)])
@@ -76,7 +76,7 @@ def test_a_delay_beyond_what_the_policy_has_learned_is_told_once(spec, caplog):
 
 def test_a_recording_takes_every_delay(spec, on):
     """Its shapes do not change, so nothing is recorded for a prefix."""
-    plain, gpu = PolicyHost(composed_algorithm(spec, *TRAINED, seed=1), spec, "cpu"), FakeGpu()
+    plain, gpu = PolicyHost(algorithm_of(spec, *TRAINED, seed=1), spec, "cpu"), FakeGpu()
     host = on(gpu, "policy.max_delay=3")
     host.warm_up(4)
     questions = [question(*each, seed=number) for number, each in enumerate(MIXED[:4])]
@@ -102,7 +102,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_prefix_is_refused_in_one_sentence(spec, wrong):
     prefix, committed, complaint = WRONG[wrong]
-    host = PolicyHost(composed_algorithm(spec, *TRAINED), spec, "cpu")
+    host = PolicyHost(algorithm_of(spec, *TRAINED), spec, "cpu")
     arrays = ask(**({} if prefix is None else {"prefix": prefix})).arrays
     with pytest.raises(MessageError, match=complaint):
         host.check(m.InferenceRequest(3, 0, True, True, "", arrays, committed))
@@ -110,11 +110,11 @@ def test_a_wrong_prefix_is_refused_in_one_sentence(spec, wrong):
 
 @pytest.mark.parametrize("words", [TRAINED, GUIDED], ids=["trained", "guided"])
 def test_an_old_chunk_is_continued_alike_over_there_and_in_the_actors_own_process(connect, inference, spec, words):
-    over_there = inference(composed_algorithm(spec, *words, seed=1)).start()
+    over_there = inference(algorithm_of(spec, *words, seed=1)).start()
     _, join, publish = connect(over_there)
     one, other = join("one"), join("other")
-    publish(1, composed_algorithm(spec, *words, seed=2))
-    local = LocalSource(other, PolicyHost(composed_algorithm(spec, *words, seed=3), spec, "cpu"))
+    publish(1, algorithm_of(spec, *words, seed=2))
+    local = LocalSource(other, PolicyHost(algorithm_of(spec, *words, seed=3), spec, "cpu"))
     until(lambda: other.weights(0))
     answers = []
     for source in (one, local):

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from serl_client import ConfigError, Feature, Spec
 
 from serl_launcher.algorithms.dreamer import DETER, INDEX, STOCH, rows_of
-from tests.shared.models import CAMERA, STATE, assert_same, batch, config_of, differences, now, robot, weights
+from tests.shared.models import CAMERA, STATE, algorithm_of, assert_same, batch, differences, now, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -26,8 +25,7 @@ def dreamer():
 
 def made(name, *words, spec=SPEC):
     """The algorithm of this yaml, small."""
-    torch.manual_seed(0)
-    algorithm = instantiate(config_of(f"algo={name}", *SHORT, *words).algo)(spec)
+    algorithm = algorithm_of(spec, f"algo={name}", *SHORT, *words)
     for head in (algorithm.reward, algorithm.value_head):  # which begin at zero
         torch.nn.init.normal_(head.layers[-1].weight)
     return algorithm
@@ -140,8 +138,7 @@ def test_older_versions_halve_the_squared_error_of_what_is_reconstructed_and_row
 
 
 def test_the_slow_value_begins_as_the_value_and_follows_by_its_share():
-    torch.manual_seed(0)
-    dreamer = instantiate(config_of("algo=dreamer", *SHORT, "algo.slow_share=0.25").algo)(SPEC)
+    dreamer = algorithm_of(SPEC, "algo=dreamer", *SHORT, "algo.slow_share=0.25")
     begun = weights(dreamer.value_head)
     assert_same(begun, weights(dreamer.slow_value))
     dreamer.update(sequences(dreamer))
@@ -337,6 +334,5 @@ def test_it_sees_a_number_that_is_no_vector():
 
 
 def test_the_model_for_walker_walk_is_as_large_as_the_reference():
-    walker = robot(states=24, actions=6, cameras=())
-    algorithm = instantiate(config_of("algo=dreamer").algo)(walker)
+    algorithm = algorithm_of(robot(states=24, actions=6, cameras=()), "algo=dreamer")
     assert sum(weight.numel() for weight in algorithm.parameters() if weight.requires_grad) == 640_867

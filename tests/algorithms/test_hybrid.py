@@ -5,13 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 from serl_client import Feature
 from torch import nn
 
 from serl_launcher.networks.mlp import ActionScale
-from tests.shared.models import CAMERA, REACH, STATE, act, assert_same, batch, config_of, differences, robot, weights
+from tests.shared.models import CAMERA, REACH, STATE, act, algorithm_of, assert_same, batch, differences, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -22,8 +20,7 @@ WIDE = 5.0  # an entry beyond its bounds
 
 
 def build(*words, spec=PLAIN, seed=0):
-    torch.manual_seed(seed)
-    return instantiate(config_of("algo=hybrid", *SMALL, *words).algo)(spec)
+    return algorithm_of(spec, "algo=hybrid", *SMALL, *words, seed=seed)
 
 
 def rows_of(algorithm, spec=PLAIN, **options):
@@ -151,10 +148,9 @@ def test_a_share_epsilon_of_the_gripper_actions_is_drawn_from_the_noise_alone():
 
 def test_the_grasp_critic_sees_augmented_images_and_trains_convolutions_of_its_own():
     spec = robot(states=2, actions=3, shape=(8, 8, 3))
-    words = ("policy=gaussian_pixels", "policy.encoder.channels=[8]", "policy.encoder.latent=4", *SMALL)
-    config = config_of("algo=hybrid", *words).algo
-    config.augment = OmegaConf.to_container(config_of("algo=rlpd_pixels").algo.augment)
-    algorithm = instantiate(config)(spec)
+    augment = "_target_:serl_launcher.networks.augment.Augment,_partial_:true,shift:4,brightness:0.0,contrast:0.0"
+    words = ("policy=gaussian_pixels", "policy.encoder.channels=[8]", "policy.encoder.latent=4")
+    algorithm = build(*words, f"algo.augment={{{augment}}}", spec=spec)
     rows, seen = rows_of(algorithm, spec), []
     algorithm.grasp_critic.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][CAMERA]))
     before = weights(algorithm.grasp_critic.encoder.trunks)

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from torch import nn
 
 from serl_launcher.algorithms import calql
 from tests.shared.common import STATE
-from tests.shared.models import act, assert_same, batch, config_of, now, robot, weights
+from tests.shared.models import act, algorithm_of, assert_same, batch, now, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,11 +22,6 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 def critic(kind="mse", hidden="[64,64]"):
     """Words for critics of this kind."""
     return f"critic={kind}", f"critic.hidden={hidden}", "critic.layer_norm=false", "critic.num_critics=2", *KINDS[kind]
-
-
-def build(algo, spec, *words):
-    torch.manual_seed(0)
-    return instantiate(config_of(f"algo={algo}", *words).algo)(spec)
 
 
 # -- implicit Q-learning
@@ -44,7 +38,7 @@ IQL = (
 
 
 def iql(*words, kind="mse", head="regression", horizon=2):
-    return build("iql", CHAIN, f"head={head}", *IQL, *critic(kind), f"policy.horizon={horizon}", *words)
+    return algorithm_of(CHAIN, "algo=iql", f"head={head}", *IQL, *critic(kind), f"policy.horizon={horizon}", *words)
 
 
 def chain(window):
@@ -177,7 +171,7 @@ GAUSSIAN = (
 
 def cal_ql(*words, kind="mse", hidden="[16]", alpha=1.0, samples=3, calibrated=True):
     own = f"algo.cql_alpha={alpha}", f"algo.cql_samples={samples}", f"algo.calibrated={str(calibrated).lower()}"
-    return build("calql", ARM, *GAUSSIAN, *critic(kind, hidden), *own, *words)
+    return algorithm_of(ARM, "algo=calql", *GAUSSIAN, *critic(kind, hidden), *own, *words)
 
 
 def judged(algorithm, **columns):
@@ -252,7 +246,7 @@ def test_the_compared_actions_fill_the_bounds_are_the_policys_of_both_states_and
 
 
 def test_without_the_conservative_loss_it_is_soft_actor_critic():
-    ours, theirs = cal_ql(alpha=0.0), build("sac", ARM, *GAUSSIAN, *critic(hidden="[16]"))
+    ours, theirs = cal_ql(alpha=0.0), algorithm_of(ARM, "algo=sac", *GAUSSIAN, *critic(hidden="[16]"))
     for seed in range(3):
         metrics = [each.update(judged(ours, seed=seed)) for each in (ours, theirs)]
         assert metrics[0].keys() - metrics[1].keys() == {"conservative_loss"}

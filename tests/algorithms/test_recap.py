@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hydra.utils import instantiate
 
 from serl_launcher.algorithms.recap import POSITIVE
-from tests.shared.models import STATE, act, batch, config_of, robot
+from tests.shared.models import STATE, act, algorithm_of, batch, robot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -16,8 +15,7 @@ SMALL = ("policy.network.hidden=[32,32]", "critic.hidden=[32,32]", "policy.horiz
 
 
 def build(*words, seed=0):
-    torch.manual_seed(seed)
-    return instantiate(config_of("algo=recap", *SMALL, *words).algo)(SPEC)
+    return algorithm_of(SPEC, "algo=recap", *SMALL, *words, seed=seed)
 
 
 def rows(algorithm, update, size=8, *, remaining=20, success=True, **columns):

@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from hydra.utils import instantiate
 from serl_client import ConfigError, Feature
 
-from tests.shared.models import config_of, robot
+from tests.shared.models import algorithm_of, robot
 
 PLAIN = robot(states=2, actions=3, cameras=())
 NAMED = replace(PLAIN, action=Feature((3,), names=("x", "gripper", "y"), low=[-1, 0, -4], high=[1, 2, 4]))
@@ -75,4 +74,4 @@ ROBOTS = [
 @pytest.mark.parametrize(("words", "spec", "sentence"), ROBOTS, ids=str)
 def test_what_cannot_be_is_refused_with_what_to_say(words, spec, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        instantiate(config_of(*words.split()).algo)(spec)
+        algorithm_of(spec, *words.split())

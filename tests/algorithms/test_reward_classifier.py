@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from serl_client import Feature
 
 from serl_launcher.algorithms.reward_classifier import REMAINING, STAGE, SUCCESS, balanced
 from serl_launcher.types import Decision
-from tests.shared.models import STATE, assert_same, batch, config_of, robot, weights
+from tests.shared.models import STATE, algorithm_of, assert_same, batch, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -18,9 +17,8 @@ SPEC = robot(states=2, cameras=())
 
 
 def build(*words, seed=0, spec=SPEC):
-    torch.manual_seed(seed)
     words += ("algo.hidden=[32]", "algo.optimizer.learning_rate=3e-3", "algo.calibration_optimizer.learning_rate=0.05")
-    return instantiate(config_of("algo=reward_classifier", *words).algo)(spec)
+    return algorithm_of(spec, "algo=reward_classifier", *words, seed=seed)
 
 
 def rows(algorithm, seed, size=512, share=0.1):

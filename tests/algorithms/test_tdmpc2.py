@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hydra.utils import instantiate
 
 from serl_launcher.policies.planner import MPPI, shifted
-from tests.shared.models import CAMERA, STATE, assert_same, batch, config_of, differences, robot, weights
+from tests.shared.models import CAMERA, STATE, algorithm_of, assert_same, batch, differences, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -19,8 +18,7 @@ TINY = [
 
 
 def build(*words, spec=SPEC, algo="tdmpc2"):
-    torch.manual_seed(0)
-    return instantiate(config_of(f"algo={algo}", *TINY, *words).algo)(spec)
+    return algorithm_of(spec, f"algo={algo}", *TINY, *words)
 
 
 def rows_of(algorithm, size=16, spec=SPEC, **columns):
@@ -37,8 +35,7 @@ def decide(algorithm, state, carry=None, *, explore=True, seed=3):
 
 
 def test_it_has_as_many_weights_as_the_papers():
-    torch.manual_seed(0)
-    algorithm = instantiate(config_of("algo=tdmpc2", "algo.model.episodic=false").algo)(robot(24, 6, cameras=()))
+    algorithm = algorithm_of(robot(24, 6, cameras=()), "algo=tdmpc2", "algo.model.episodic=false")
     assert sum(weight.numel() for weight in algorithm.planner.parameters()) == 4_960_618
     assert not algorithm.planner.model.critics.last.weight.any()
     assert not algorithm.planner.model.rewards[-1].weight.any()

@@ -5,14 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hydra.utils import instantiate
 
 from serl_launcher.algorithms.chunk_actor_critic import first_step
 from serl_launcher.algorithms.guided import Led
 from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.policies.improved import Improved
-from tests.shared.models import STATE, act, assert_same, batch, config_of, differences, robot, weights
+from tests.shared.models import STATE, act, algorithm_of, assert_same, batch, differences, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -21,12 +20,11 @@ SMALL = ("policy.network.hidden=[16,16]", "critic.hidden=[16,16]", "policy.horiz
 
 
 def build(name, *words, seed=0):
-    torch.manual_seed(seed)
     small = [word for word in SMALL if not ("policy=chunk" in words and word.startswith("policy.n"))]
     small = [word.replace("policy.head", "head") if "policy=chunk" in words else word for word in small]
     if "head=regression" in words:
         small.remove("head.steps=3")
-    return instantiate(config_of(f"algo={name}", *small, *words).algo)(SPEC)
+    return algorithm_of(SPEC, f"algo={name}", *small, *words, seed=seed)
 
 
 def rows(algorithm, update, **columns):

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from serl_client.errors import ConfigError
 
 from serl_launcher.algorithms.world_models import CANDIDATE, NONE, REMAINING, RETURN
 from serl_launcher.store.extras import with_extras
-from tests.shared.models import CAMERA, assert_same, batch, config_of, differences, robot, weights
+from tests.shared.models import CAMERA, algorithm_of, assert_same, batch, config_of, differences, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,8 +23,7 @@ SPEC = with_extras(PLAIN, config_of("algo=world_models_tiny").extras)
 
 
 def build(*words, spec=PLAIN, algo="world_models_tiny", seed=0):
-    torch.manual_seed(seed)
-    return instantiate(config_of(f"algo={algo}", *(SMALL if "tiny" in algo else ()), *words).algo)(spec)
+    return algorithm_of(spec, f"algo={algo}", *(SMALL if "tiny" in algo else ()), *words, seed=seed)
 
 
 def images(rows, seed=0):

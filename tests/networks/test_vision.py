@@ -5,14 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from hydra.utils import instantiate
 from serl_client import ConfigError, Feature
 from torch.nn import functional
 
 from serl_launcher.networks.augment import Augment, augmentation, coloured, shifted
 from serl_launcher.networks.mlp import StateEncoder
 from serl_launcher.networks.vision import ObservationEncoder
-from tests.shared.models import STATE, act, batch, config_of, now, robot, weights
+from tests.shared.models import STATE, act, algorithm_of, batch, now, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,9 +32,8 @@ def observe(size, spec=SPEC):
 
 def build(spec=SPEC, *overrides, seed=0):
     """The shipped RLPD from pixels, with weights that `seed` names."""
-    config = config_of("+algo=rlpd_pixels", "+policy=gaussian_pixels", "policy.encoder.channels=[8,16,16]", *overrides)
-    torch.manual_seed(seed)
-    return instantiate(config.algo)(spec)
+    words = ("algo=rlpd_pixels", "policy=gaussian_pixels", "policy.encoder.channels=[8,16,16]", *overrides)
+    return algorithm_of(spec, *words, seed=seed)
 
 
 # -- the encoder

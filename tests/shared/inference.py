@@ -3,25 +3,17 @@
 import threading
 
 import safetensors.torch
-import torch
-from hydra.utils import instantiate
 
 from serl_launcher.acting.host import PolicyHost
 from serl_launcher.acting.server import InferenceServer
 from serl_launcher.store import weights
 
 from .common import free_port
-from .models import config_of
-
-
-def composed_algorithm(spec, *words, seed=0):
-    """The algorithm that these words of the command line name, with weights that `seed` names."""
-    torch.manual_seed(seed)
-    return instantiate(config_of(*words).algo)(spec)
+from .models import algorithm_of
 
 
 def rlpd(spec, seed=0, *words):
-    return composed_algorithm(spec, "+algo=rlpd", "+policy=gaussian", *words, seed=seed)
+    return algorithm_of(spec, "+algo=rlpd", "+policy=gaussian", *words, seed=seed)
 
 
 def published(folder, algorithm):

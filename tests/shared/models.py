@@ -5,6 +5,7 @@ from functools import cache
 
 import torch
 from hydra import initialize_config_dir
+from hydra.utils import instantiate
 from serl_client import Feature, Spec
 
 from serl_launcher.replay.columns import EPISODE
@@ -86,6 +87,12 @@ def config_of(*words):
     words = [word.removeprefix("+") if word.partition("=")[0][1:] in GROUPS else word for word in words]
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
         return composed_once("base", words)
+
+
+def algorithm_of(spec, *words, seed=0):
+    """Return the algorithm that these words of the command line name, with weights that `seed` names."""
+    torch.manual_seed(seed)
+    return instantiate(config_of(*words).algo)(spec)
 
 
 def weights(module):
