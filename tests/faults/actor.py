@@ -87,6 +87,7 @@ class _Work:
         self._random = Random(f"{part.seed}/{part.number}/{part.life}")
         self._episode, self._step, self._left, self._episodes, self._made = "", 0, 0, 0, 0
         self._directive, self._version, self._next = {}, 0, time.monotonic()
+        self._began = time.time() + part.skew
 
     def turn(self) -> None:
         """One segment, if one may be made now."""
@@ -135,13 +136,12 @@ class _Work:
         origin = [[part.seed, part.number, part.life, self.pushed, row] for row in range(rows)]
         state = np.array(origin, np.int64)
         images = [np.frombuffer(hashlib.shake_128(row.tobytes()).digest(24 * 24 * 3), np.uint8) for row in state]
-        now = time.time() + part.skew
         segment = Segment(
             self._episode, self._step, "chaos", Stamp(self._directive["number"], "collect", self._version),
             {"observation.state": state, "observation.images.eye": np.stack(images).reshape(rows, *IMAGE)},
             np.array([[self._random.uniform(-1, 1) for _ in range(2)] for _ in range(steps)], np.float32),
             np.arange(self._step, self._step + steps, dtype=np.float32), np.arange(steps) % 3 == 0,
-            np.arange(steps) % 2 == 0, now + np.arange(steps) / SPEC.fps,
+            np.arange(steps) % 2 == 0, self._began + (self._made + np.arange(steps)) / SPEC.fps,
             terminated=ends == "terminated", truncated=ends == "truncated",
         )  # fmt: skip
         hashes = [fingerprint_of(segment, i) for i in range(steps)]

@@ -218,7 +218,7 @@ class Protocol:
         if state.server.degraded:
             return told(state, key, ("failed", "ServerFailed", False))
         if (mine := state.session(name)) is not None and mine.closed:
-            return told(state, key, ("failed", "Refused", True))
+            return told(state, key, ("failed", "Replaced", True))
         there = {session.name for session in state.server.sessions}
         names = (*(session for session, _ in earlier), name)
         new = tuple(Session(session, key[0]) for session in names if session not in there)
@@ -227,7 +227,7 @@ class Protocol:
             return told(self.degrade(state), key, ("failed", "ServerFailed", False))
         state = state._replace(server=committed)
         if self.outranked(state, name):
-            return told(state, key, ("failed", "Refused", True))
+            return told(state, key, ("failed", "Replaced", True))
         for echo in [each for each in state.server.peers if each.session == name and not each.speaks]:
             state = hung_up(state, echo.key)
         peer = Peer(key, name, earlier, earlier)
@@ -239,7 +239,7 @@ class Protocol:
         """The first message after a Hello: those before it are over. Of two clients of one name, the one whose first
         Hello came first is told."""
         if self.outranked(state, peer.session):
-            return told(hung_up(state, peer.key), peer.key, ("failed", "Refused", True))
+            return told(hung_up(state, peer.key), peer.key, ("failed", "Replaced", True))
         closed = self.without_earlier(state.server, peer)
         committed = closed if closed == state.server else self.committed(closed)
         if committed is None:
@@ -249,7 +249,7 @@ class Protocol:
             if other.key != peer.key and other.speaks:
                 state = hung_up(state, other.key)
                 if other.session != peer.session:
-                    state = told(state, other.key, ("failed", "Refused", True))
+                    state = told(state, other.key, ("failed", "Replaced", True))
         return state
 
     def without_earlier(self, server: Server, peer: Peer) -> Server:

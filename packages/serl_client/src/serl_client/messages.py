@@ -132,9 +132,8 @@ class InferenceResponse:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Says that a client lives; `report` holds its numbers for console and status: {name: number, text, bool or None},
-    at most MAX_REPORT bytes, since the server keeps the reports of all clients and sends them on. Raises MessageError
-    for any other report."""
+    """Says that a client lives. `report` holds its numbers for console and status, {name: number, text, bool or None}:
+    at most MAX_REPORT bytes, since the server keeps and sends on those of all clients. Raises MessageError else."""
 
     report: Mapping[str, Any]
 
