@@ -154,7 +154,7 @@ def test_a_number_that_cannot_be_is_neither_taken_nor_answered(bridged, client, 
 
 def test_a_port_that_is_taken_is_said_once_and_tried_again(bridged, client, spec, caplog):
     taken = socket.create_server(("127.0.0.1", 0))
-    _, bridge, address = bridged(composed_algorithm(spec, *FLOW), port=taken.getsockname()[1])
+    _, bridge, address = bridged(algorithm_of(spec, *FLOW), port=taken.getsockname()[1])
     bridge.start()
     assert caplog.text.count("the bridge serves nobody: it cannot listen on") == 1
     assert "Address already in use" in bridge.report()["openpi"]["trouble"]
@@ -168,7 +168,7 @@ def test_the_end_of_the_bridges_thread_is_told_and_our_own_actors_are_answered(
     bridged, link, spec, monkeypatch, caplog, tmp_path
 ):
     monkeypatch.setattr(Bridge, "_listen", lambda *_: 1 / 0)
-    there, bridge, _ = bridged(composed_algorithm(spec, *FLOW))
+    there, bridge, _ = bridged(algorithm_of(spec, *FLOW))
     until(lambda: "trouble" in bridge.report()["openpi"])
     assert bridge.report()["openpi"]["trouble"] == "ZeroDivisionError: division by zero"
     assert "Traceback" in (tmp_path / "errors.log").read_text()
