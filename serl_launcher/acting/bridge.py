@@ -131,8 +131,9 @@ class Bridge:
         try:
             self._loop.run_until_complete(self._listen(listening))
         except Exception as error:  # our own actors are still answered
-            self._trouble = first_line(error)
+            listening.close()
             write_traceback(self._run_dir, "bridge", error)
+            self._trouble = first_line(error)
             log.error("the bridge has ended: %s (where: %s)", self._trouble, self._run_dir / ERRORS)
 
     async def _listen(self, listening: socket.socket) -> None:
