@@ -17,7 +17,6 @@ from serl_client.names import check_names
 log = logging.getLogger(__name__)
 
 ZERO_COPY = 32 << 10
-QUEUE = 100_000  # messages of one client that wait to be looked at
 ROLES: dict[str, tuple[type, ...]] = {
     "actor": (m.Push, m.Heartbeat, m.Bye, m.WeightsRequest, m.Command, m.Status),
     "learner": (
@@ -163,13 +162,13 @@ def bound(
     sockets, and raises ConfigError; `option` is the one that chooses another address.
 
     Nobody sends ZeroMQ's heartbeats: libzmq 4.3.5 aborts the process when one falls due, or is to be answered, on a
-    connection that broke while its queue was full. A strange client may, so the queue is long, too; what an honest
-    client has on its way is bounded by its window.
+    connection that broke while its queue was full. A strange client may, so the queue here is never full: connections.py
+    counts what waits there, in bytes.
     """
     socket = context.socket(zmq.ROUTER)
     for setting, value in (
         (zmq.LINGER, 0), (zmq.MAXMSGSIZE, wire.MAX_ARRAY), (zmq.ROUTER_MANDATORY, 0), (zmq.SNDHWM, 64),
-        (zmq.RCVHWM, QUEUE), (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 10), (zmq.TCP_KEEPALIVE_INTVL, 5),
+        (zmq.RCVHWM, 0), (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 10), (zmq.TCP_KEEPALIVE_INTVL, 5),
         (zmq.TCP_KEEPALIVE_CNT, 3), (zmq.BACKLOG, 1024),
     ):  # fmt: skip
         socket.setsockopt(setting, value)

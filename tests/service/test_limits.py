@@ -1,5 +1,7 @@
 """What one client can cost the others: a server whose turns the test takes by hand, and limits of what is kept."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +19,26 @@ from serl_launcher.store import sessions
 from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
 from tests.shared.clients import push_of
+from tests.shared.common import PATIENCE, free_port
 from tests.shared.data import BAD_NAMES, make_segment
+
+# A client leaves 101,000 messages to a socket that nobody reads, says how long it lives, and breaks off.
+BROKEN_OFF = """
+import sys, time, zmq
+from serl_launcher.service.peers import bound
+context, clients = zmq.Context(), zmq.Context()
+router, dealer = bound(context, sys.argv[1]), clients.socket(zmq.DEALER)
+for option, value in ((zmq.HEARTBEAT_IVL, 50), (zmq.HEARTBEAT_TTL, 200), (zmq.SNDHWM, 0), (zmq.LINGER, 0)):
+    dealer.set(option, value)
+dealer.connect(sys.argv[1])
+for _ in range(101_000):
+    dealer.send(b"x")
+time.sleep(1.0)
+clients.destroy(linger=0)
+time.sleep(0.5)
+while router.poll(200):
+    router.recv()
+"""
 
 
 class Turns:
@@ -285,6 +306,12 @@ def test_a_status_fits_however_much_the_clients_report(turns):
     assert sum("rate" in client for client in clients) == 85, "small reports are all there"
     assert any("text" in client for client in clients)
     assert any("left_out" in client for client in clients)
+
+
+@pytest.mark.slow
+def test_a_connection_that_breaks_off_with_a_long_queue_does_not_abort_the_process():
+    command = [sys.executable, "-c", BROKEN_OFF, f"tcp://127.0.0.1:{free_port()}"]
+    assert subprocess.run(command, timeout=4 * PATIENCE, check=False).returncode == 0
 
 
 def camera(*shape):
