@@ -136,7 +136,7 @@ def test_a_terminal_that_takes_nothing_delays_nobody_who_logs():
         log.warning("afterwards")
     finally:
         log.removeHandler(shown)
-    lines = re.findall(r"^\[arm\] (.*)$", terminal.getvalue(), re.MULTILINE)
+    lines = re.findall(r"\[arm\] (.*)$", terminal.getvalue(), re.MULTILINE)
     assert lines[-2:] == ["row 1999", "afterwards"]
     assert len(lines) <= 2000
 

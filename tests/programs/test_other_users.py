@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -97,9 +97,11 @@ def test_an_older_run_is_its_users_alone_or_read_by_the_group_that_shares_it(pla
     (place / "run/weights").mkdir()
     files.append(place / "run/weights/new")
     files[-1].touch()
-    outbox = Outbox(place / "outbox", 1 << 20)
-    assert stranger(OPEN, *files, outbox.folder / "lock").stdout.read() == ""
+    with closing(Outbox(place / "outbox", 1 << 20)) as outbox:
+        files.append(outbox.folder / "lock")
+    assert stranger(OPEN, *files).stdout.read() == ""
     if is_sharing:
+        files.pop()
         said = stranger(OPEN, *files, group=share.gr_gid).stdout.read()
         assert sorted(said.split("\n")[:-1]) == sorted(f"RDONLY {path.name}" for path in files)
 
