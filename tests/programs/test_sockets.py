@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import zmq
 from serl_client.errors import ConfigError
-from serl_client.lockfile import open_lock
+from serl_client.lockfile import open_lock, sign
 from serl_client.outbox import Outbox
 
 from serl_launcher import launcher
@@ -212,8 +212,11 @@ def test_a_colleagues_lock_that_may_be_written_serves_as_our_own(tmp_path):
     (tmp_path / "lock").write_text("4711")
     (tmp_path / "lock").chmod(0o666)
     anothers(tmp_path / "lock")
-    with launcher._lock(tmp_path), pytest.raises(ConfigError, match=f"with process {os.getpid()}: stop it"):
-        launcher._lock(tmp_path)
+    with launcher._lock(tmp_path) as lock:
+        assert (tmp_path / "lock").read_text() == "4711", "the start may still be refused"
+        sign(lock)
+        with pytest.raises(ConfigError, match=f"with process {os.getpid()}: stop it"):
+            launcher._lock(tmp_path)
     assert (tmp_path / "lock").read_text() == str(os.getpid())
 
 
