@@ -32,6 +32,7 @@ MOVED = {  # {former name of a module: its name}; former ones stand in yamls, wo
     },
 }
 ALSO = {"log": False, "task.cameras": "auto"}  # what they take besides their default's kind
+DAMAGED = "bring it back from a backup, or delete it, and say again what this run was begun with"
 NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the environment")  # lines that help nobody
 
 
@@ -75,7 +76,13 @@ def _defaults(folder: Path) -> list[str]:
 def saved(run_dir: Path) -> DictConfig:
     """Return the config with which a learner was last started on this run folder; an empty one if none ever was."""
     kept = run_dir / "config.yaml"
-    return _renamed(OmegaConf.load(kept)) if kept.is_file() else OmegaConf.create()
+    try:
+        found = _renamed(OmegaConf.load(kept)) if kept.is_file() else OmegaConf.create()
+    except (OmegaConfBaseException, OSError, RecursionError, ValueError, YAMLError) as error:
+        raise ConfigError(f"{kept} cannot be read ({str(error).partition(chr(10))[0]}): {DAMAGED}") from None
+    if not isinstance(found, DictConfig):
+        raise ConfigError(f"{kept} holds no settings: {DAMAGED}")
+    return found
 
 
 def renamed(tree: Any) -> Any:

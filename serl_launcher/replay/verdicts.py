@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError
 from serl_client.words import check_choice
 
+from serl_launcher.config import saved
 from serl_launcher.replay.views import EpisodeInfo
 
 LARGEST = float(np.finfo(np.float32).max)  # rewards are float32
@@ -49,7 +51,10 @@ def rewards_of(config: DictConfig) -> VerdictRewards:
 
     Raises ConfigError for an unknown verdict, and for a reward that is no finite number.
     """
-    said: Any = OmegaConf.select(config, WHERE)
+    try:
+        said: Any = OmegaConf.select(config, WHERE)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{WHERE} cannot be read: {str(error).splitlines()[0]}") from None
     said = {} if said is None else said
     if not isinstance(said, Mapping):
         raise ConfigError(f"{WHERE}={said}: write the rewards of both verdicts, as in {{success: 1.0, failure: 0.0}}")
@@ -59,9 +64,7 @@ def rewards_of(config: DictConfig) -> VerdictRewards:
 
 def rewards_of_run(run_dir: Path) -> VerdictRewards:
     """Return the rewards with which a learner was last started on this run folder."""
-    kept = run_dir / "config.yaml"
-    config = OmegaConf.load(kept) if kept.exists() else OmegaConf.create()
-    return rewards_of(config)  # type: ignore[arg-type]
+    return rewards_of(saved(run_dir))
 
 
 def _reward(name: str, value: Any) -> float:

@@ -162,8 +162,8 @@ def bound(
     sockets, and raises ConfigError; `option` is the one that chooses another address.
 
     Nobody sends ZeroMQ's heartbeats: libzmq 4.3.5 aborts the process when one falls due, or is to be answered, on a
-    connection that broke while its queue was full. A strange client may, so the queue here is never full: connections.py
-    counts what waits there, in bytes.
+    connection that broke while its queue was full. A strange client may, so the queue is never full, either:
+    connections.py counts what waits there, in bytes.
     """
     socket = context.socket(zmq.ROUTER)
     for setting, value in (

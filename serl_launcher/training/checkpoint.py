@@ -17,7 +17,7 @@ from serl_client.spec import Spec
 from torch import Tensor
 
 from serl_launcher.store.files import sync_folder, write_synced
-from serl_launcher.training.resuming import FORMAT, MANIFEST, check_fit, checkpoints
+from serl_launcher.training.resuming import DAMAGE, FORMAT, MANIFEST, check_fit, checkpoints
 from serl_launcher.training.staging import Staging
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class Checkpoints:
         for path in reversed(checkpoints(self.folder)):
             try:
                 manifest = _whole(path)
-            except (OSError, ValueError, KeyError) as error:
+            except (*DAMAGE, ConfigError) as error:
                 log.warning("checkpoint %s is broken and skipped: %s", path, error)
                 self._broken.add(path)
                 continue
@@ -140,8 +140,12 @@ class Checkpoints:
 
 
 def _whole(path: Path) -> dict[str, Any]:
-    """Return the manifest. Raises OSError, ValueError or KeyError if a file is not as it says."""
+    """Return the manifest. Raises one of DAMAGE, or ConfigError, if it or another file is not as it was written."""
     manifest = json.loads((path / MANIFEST).read_text())
+    if manifest["format"] == FORMAT:
+        Spec.from_dict(manifest["spec"])
+        if {STATE, TENSORS} - manifest["sha256"].keys() or {"config", "updates"} - manifest.keys():
+            raise ValueError("its manifest is not whole")
     for name, sha256 in manifest["sha256"].items():
         with open(path / name, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
@@ -152,8 +156,8 @@ def _whole(path: Path) -> dict[str, Any]:
 def _pinned(path: Path) -> str:
     """Return the phase that ended with this checkpoint; "" if none did."""
     try:
-        return json.loads((path / MANIFEST).read_text())["pinned"]
-    except (OSError, ValueError, KeyError):
+        return str(json.loads((path / MANIFEST).read_text())["pinned"])
+    except DAMAGE:
         return ""  # broken: treated like any other
 
 

@@ -42,7 +42,7 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         if _is_torn(path):
             self._append("\n")  # a crash tore the last line; the next one begins on its own
-        self._once = {(record["kind"], record["id"]) for record in read(path) if "id" in record}
+        self._once = {(str(record.get("kind")), str(record["id"])) for record in read(path) if "id" in record}
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append one record of plain values."""
@@ -211,8 +211,8 @@ def _news(path: Path, begin: int) -> Iterator[tuple[dict[str, Any], int]]:
         while (line := file.readline()).endswith(b"\n"):
             try:
                 record = json.loads(line)
-            except ValueError:
-                continue  # torn by a crash
+            except (RecursionError, ValueError):
+                continue  # torn by a crash, or damaged
             if isinstance(record, dict):
                 yield record, file.tell()
 

@@ -16,6 +16,7 @@ from serl_launcher.training.plan_state import check_unedited
 
 FORMAT = 4  # of the state; 4: tensors lie in a file of their own
 MANIFEST = "manifest.json"
+DAMAGE = (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError)  # what a damaged manifest sets off
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -32,7 +33,7 @@ def check_resumable(folder: Path, config: DictConfig, plan: Plan) -> None:
     """Raise ConfigError if the newest checkpoint in `folder` was made with another algorithm, or if the phase that it
     stands in was edited. What does not read is left to the trainer, which looks for the newest whole one."""
     for path in reversed(checkpoints(folder)):
-        with suppress(OSError, ValueError):
+        with suppress(*DAMAGE):
             manifest = json.loads((path / MANIFEST).read_text())
             fits = check_fit(path, manifest, algorithm_of(config), lambda: changeable(config, "algo"))
             at, phases = manifest.get("plan"), list(plan.only(config.phase).phases)

@@ -5,8 +5,6 @@ import math
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from serl_client import ConfigError, Feature, Spec
 from serl_client.errors import MessageError
 
@@ -131,35 +129,6 @@ def test_little_that_would_become_much_is_refused():
         assert len(str(refused.value)) < 500
     with pytest.raises(MessageError, match="not a text"):
         FORM.read("{}")
-
-
-NAMES = st.sampled_from([*request(), "observation", "state", "", "x"]) | st.text(max_size=5)
-DTYPES = st.sampled_from(["<f4", "<f8", "|u1", "<i4", "|b1", ">f4", "|O", "<c8", "|V3", "<U4", "f4,f4", ""])
-SIZES = st.lists(st.integers(-2, 7) | st.sampled_from([2**31, 2**63 - 1]), max_size=5)
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.binary(max_size=80)
-    | st.builds(array, st.binary(max_size=80), DTYPES, SIZES)
-    | st.sampled_from([*request().values(), *HOSTILE.values()]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
-    max_leaves=3,
-)  # fmt: skip
-MESSAGES = st.dictionaries(NAMES, VALUES, max_size=3).map(lambda changes: request() | changes)
-
-
-@settings(max_examples=100)
-@given(MESSAGES, st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), max_size=3), st.integers(0, 2**16))
-def test_whatever_comes_is_what_the_spec_says_or_a_message_error(sent, flips, cut):
-    data = bytearray(msgpack.packb(sent, default=packed))
-    for place, byte in flips:
-        data[place % len(data)] = byte
-    try:
-        observation, task = FORM.read(bytes(data[: cut % len(data) or None]))
-    except MessageError:
-        return
-    assert isinstance(task, str)
-    assert observation.keys() == SEEN.observation.keys()
-    for name, feature in SEEN.observation.items():
-        feature.check(name, observation[name])
 
 
 def test_a_camera_of_another_size_is_named_though_it_is_larger():

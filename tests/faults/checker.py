@@ -59,6 +59,8 @@ def check(store: Path, truths: Sequence[Path], outboxes: Iterable[Path], archive
         report.violations.append("there is no store")
         return report
     with opened(store) as index:
+        damaged = {tuple(note["damaged"]) for path in truths for note in notes(path) if "damaged" in note}
+        _take_losses(index, lives, damaged, report)
         compare(Found(store, index, report.violations), lives, archived, report)
         for path in truths:
             check_numbers(index, notes(path), path.name, report)
@@ -118,6 +120,24 @@ def _lives(truths: Iterable[Path]) -> dict[str, Life]:
     for session, life in lives.items():
         life.acked, life.spooled = heard[session], lay[session]
     return lives
+
+
+def _take_losses(
+    index: sqlite3.Connection, lives: dict[str, Life], damaged: Collection[tuple[str, int]], report: Report
+) -> None:
+    """An actor may declare as lost what was damaged in its outbox, and the rest of that episode; nobody has to keep
+    that any more. `damaged` are (session, seq)."""
+    declared = {tuple(row) for row in index.execute("SELECT session, seq FROM lost")}
+    for life in lives.values():
+        is_cut = False
+        for seq, note in sorted(life.records.items()):
+            is_damaged, start = (life.session, seq) in damaged, note.get("start")
+            is_cut = is_damaged or (is_cut and start != 0)
+            if (life.session, seq) in declared and (is_damaged or (is_cut and start)):
+                declared.remove((life.session, seq))
+                life.records[seq] = {"lost": True}
+    report.lost += len(declared)
+    report.violations += [f"record {seq} of session {session} was declared lost" for session, seq in sorted(declared)]
 
 
 def _check_watermarks(found: Found, lives: dict[str, Life], report: Report) -> None:

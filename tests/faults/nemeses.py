@@ -11,11 +11,13 @@ from typing import Any
 
 from tests.faults.fuzzing.hostile import contents
 
+from . import checker
 from .insider import HOSTILE, Insider
-from .rot import Rot
+from .rot import Rot, spoil
 from .shim import ALLOCATE, CREATE, READ, RENAME, SYNC, UNLINK, WRITE
 from .stage import Player, Stage
 from .trainer import SOURCE
+from .truth import Truth
 
 Nemesis = Callable[[Stage, Random], Iterator[float]]
 
@@ -129,7 +131,7 @@ def _insider(stage: Stage, random: Random) -> Iterator[float]:
 
 def _missing_index(stage: Stage, random: Random) -> Iterator[float]:
     """The index is not there when the server starts: it has to refuse, and to leave alone what is."""
-    if not stage.halt():
+    if not stage.halt(stage.server):
         return
     store, aside = stage.disk / "run/store", stage.folder / "aside"
     aside.mkdir(exist_ok=True)
@@ -145,23 +147,39 @@ def _missing_index(stage: Stage, random: Random) -> Iterator[float]:
         stage.violations.append(f"a server without its index changed {sorted(changed)}")
     for path in moved:
         (aside / path.name).replace(path)
-    stage.go_on()
+    stage.go_on(stage.server)
     yield 0.1
 
 
 def _bit_rot(stage: Stage, random: Random) -> Iterator[float]:
     """Bits of stored steps turn over, and back after a while: verify finds these, and no others."""
-    if stage.rotten or not stage.halt():
+    if stage.rotten or not stage.halt(stage.server):
         return
     stage.rotten, rot = True, Rot(stage.disk / "run", SOURCE, random)
     stage.violations += rot.unseen()
-    stage.go_on()
+    stage.go_on(stage.server)
     yield _length(random)
-    was_running = stage.halt()
+    was_running = stage.halt(stage.server)
     rot.mend()
     stage.rotten = False
     if was_running:
-        stage.go_on()
+        stage.go_on(stage.server)
+
+
+def _outbox_rot(stage: Stage, random: Random) -> Iterator[float]:
+    """A bit of what an actor could not send yet turns over while it is dead: it loses that episode's rest, and says so.
+
+    What it declares as lost the checker compares with what was damaged here.
+    """
+    stage.proxy.set("cut")
+    yield _length(random)
+    one, notes = random.choice(stage.actors), Truth(stage.truths / "outbox-rot.jsonl")
+    if stage.halt(one):
+        notes.note(spooled=checker.spooled(one.outbox))  # all of it is heard of, as it is or as lost
+        for session, seq in spoil(one.outbox, random):
+            notes.note(damaged=[session, seq])
+        stage.go_on(one)
+    stage.proxy.set("pass")
 
 
 NEMESES: dict[str, Nemesis] = {
@@ -172,6 +190,7 @@ NEMESES: dict[str, Nemesis] = {
     "down-only": partial(_network, mode="one_way", direction="down"),
     "delay": partial(_network, mode="delay", seconds=0.1), "trickle": partial(_network, mode="trickle", rate=40_000),
     "twin": _twin, "late": _late, "insider": _insider, "missing-index": _missing_index, "bit-rot": _bit_rot,
+    "outbox-rot": _outbox_rot,
 }  # fmt: skip
 WITH_SHIM: dict[str, Nemesis] = {  # where there is a C compiler
     **{f"die-{who}": partial(_die, who=who) for who in ("server", "trainer", "actor")},
@@ -179,6 +198,6 @@ WITH_SHIM: dict[str, Nemesis] = {  # where there is a C compiler
     **{f"io-{who}": partial(_fail, who=who, calls=WRITE | SYNC | READ, error=errno.EIO) for who in ("server", "actor")},
     "sync-server": partial(_fail, who="server", calls=SYNC, error=errno.EIO),
 }  # fmt: skip
-ON_FILES = {"missing-index", "bit-rot"}  # they look at what a disk without faults holds
+ON_FILES = {"missing-index", "bit-rot", "outbox-rot"}  # they look at what a disk without faults holds
 ON_DISK = {"full-server", "io-server", "sync-server", "full-disk"}  # they fail the learner's disk
 WITH_MOUNT: dict[str, Nemesis] = {"full-disk": _full_disk}  # where a tmpfs may be mounted

@@ -1,4 +1,4 @@
-"""Bytes of a stopped server's files that turn over, and how they are turned back."""
+"""Bytes of a stopped server's files that turn over, and how they are turned back; and bits of a dead actor's outbox."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,8 @@ import numpy as np
 
 from tests.shared import oracle
 from tests.shared.tools import typed
+
+from .checker import RECORD
 
 MOST = 3  # steps of which something turns over
 
@@ -49,3 +51,30 @@ class Rot:
         for place, before, after in self._turned:
             if np.array_equal(place, after):
                 place[:] = before
+
+
+def spoil(outbox: Path, random: Random) -> list[tuple[str, int]]:
+    """Turn a bit of one record over in an outbox whose actor is dead; [(session, seq)] of it, if there was one.
+
+    It is not the last one of its session, of which nobody could say whether it was ever whole.
+    """
+    places: list[tuple[tuple[str, int], Path, int, int]] = []
+    for file in sorted(outbox.glob("*.records")):
+        _, session, first = file.stem.split("-")
+        data, begin, due = file.read_bytes(), 0, int(first)
+        while len(data) >= begin + RECORD.size:
+            _, _, length, seq, _ = RECORD.unpack_from(data, begin)
+            end = begin + RECORD.size + length
+            if seq != due or end > len(data):
+                break  # what lay in a file that is used again
+            places.append(((session, seq), file, begin, end))
+            begin, due = end, seq + 1
+    newest = dict(record for record, *_ in places)
+    places = [place for place in places if place[0][1] < newest[place[0][0]]]
+    if not places:
+        return []
+    record, file, begin, end = random.choice(places)
+    data, at = bytearray(file.read_bytes()), random.randrange(begin, end)
+    data[at] ^= 1 << random.randrange(8)
+    file.write_bytes(data)
+    return [record]

@@ -265,18 +265,18 @@ class Stage:
         player.back_at = time.monotonic() + away
         player.signal(signal.SIGKILL)
 
-    def halt(self) -> bool:
-        """SIGKILL the server for good; False when somebody else has it halted already."""
-        if not self.server.wanted:
+    def halt(self, player: Player) -> bool:
+        """SIGKILL it for good; False when somebody else has it halted already, or it has done its work."""
+        if not player.wanted:
             return False
-        self.server.wanted = False
-        self.server.signal(signal.SIGKILL)
-        self.server.join()
+        player.wanted = False
+        player.signal(signal.SIGKILL)
+        player.join()
         return True
 
-    def go_on(self) -> None:
-        """Let the halted server be started again."""
-        self.server.wanted, self.server.back_at = True, 0.0
+    def go_on(self, player: Player) -> None:
+        """Let one that was halted be started again."""
+        player.wanted, player.back_at = True, 0.0
 
     def served_apart(self, guest: Insider) -> str:
         """The last words of a server that is started while ours is halted, and that `guest` asks to let it in."""

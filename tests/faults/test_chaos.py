@@ -37,7 +37,7 @@ def test_rounds_of_faults_lose_double_and_reorder_nothing():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nemesis", ["insider", "missing-index", "bit-rot"])
+@pytest.mark.parametrize("nemesis", ["insider", "missing-index", "bit-rot", "outbox-rot"])
 def test_a_round_with_keys_of(nemesis):
     done, said = chaos("--rounds", "1", "--seed", "5", "--only", nemesis)
     assert said["violations"] == [], done.stdout
@@ -113,12 +113,13 @@ LAST = "(SELECT number FROM episodes ORDER BY number DESC LIMIT 1)"
     [
         (Kept.lose_a_step, "lost", "is damaged, or not there"),
         ("UPDATE sessions SET expected = expected - 1", "lost", "records were acknowledged"),
+        ("INSERT INTO lost SELECT session, 0, '', 0, 0 FROM sessions LIMIT 1", "lost", "was declared lost"),
         ("DELETE FROM outcomes WHERE rowid = 1", "lost", "is there 0 times"),
         (Kept.store_a_step_twice, "lost duplicated", "1 are there twice"),
         (f"UPDATE episodes SET first = 0 WHERE number = {LAST}", "reordered", "and the one before it at"),
         (f"UPDATE episodes SET terminated = 1 - terminated WHERE number = {LAST}", "", "its actor sent"),
     ],
-    ids=["lost step", "lost record", "lost outcome", "doubled step", "order", "end"],
+    ids=["lost step", "lost record", "declared loss", "lost outcome", "doubled step", "order", "end"],
 )
 def test_the_checker_sees(kept, damage, count, sentence):
     assert kept.check().violations == []

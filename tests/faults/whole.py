@@ -20,8 +20,10 @@ from tests.shared.programs import Programs
 
 from . import checker, counted
 
+CHECKPOINT = "trainer, and damage its newest checkpoint"
 SIDES = {"launcher": "learner", "actor": "actor"}  # the process that a user starts: what it is called on a command line
-KILLED = ("launcher", "server", "trainer", "inference", "actor", "all")
+NEEDED = ("launcher", "server", "trainer", "inference", "actor")
+KILLED = (*NEEDED, "export", "all", CHECKPOINT)  # those of these that there are
 RECORD = 5  # steps of a record of the quickstart, at most
 CPU_S = 600.0  # that it may cost until a step is durable
 
@@ -43,6 +45,7 @@ class Whole:
         self._wanted: int | None = None  # steps that are durable when the last kill is over; None: not all run yet
         self._steps: dict[str, dict[int, int]] = {}  # source -> {number: checksum} of what was durable at a kill
         self._written: dict[str, int] = {}
+        self._damaged: list[Path] = []  # checkpoints that nobody may load
 
     def play(self, names: Iterable[str]) -> counted.Counted | None:
         """Kill the processes of these names, one after the other, and let it go on to its end; None when it hangs."""
@@ -56,11 +59,14 @@ class Whole:
                     self._kill(name)
                     self._wait_until_back(f"killed {name}")
                 self._go_on(float("inf"))
+                self._programs.finish_export()
             except AssertionError as error:
                 self.violations.append(str(error))
                 return None
         found = counted.Counted(self.run_dir, self.violations)
         found.check(self._steps, self._written)
+        taken = [path for path in self._damaged if f"{path} is broken" not in self._programs.said()]
+        self.violations += [f"{path} was damaged, and taken" for path in taken]
         return found
 
     def _go_on(self, due: float) -> None:
@@ -109,7 +115,7 @@ class Whole:
     def _recovered(self) -> bool:
         """Whether a step is durable that was made after the last kill, with all processes running."""
         there = self._programs.alive()
-        if not set(KILLED[:-1]) <= set(there) or self._killed.items() & there.items():
+        if not set(NEEDED) <= set(there) or self._killed.items() & there.items():
             self._wanted = None
             return False
         heads = self._heads()
@@ -156,10 +162,24 @@ class Whole:
                 zip(steps["number"].tolist(), steps["checksum"].tolist(), strict=True)
             )
         there = self._programs.alive()
-        self._killed = {one: pid for one, pid in there.items() if name in (one, "all")}
+        names = {"all": set(there), CHECKPOINT: {"trainer"}}.get(name, {name})
+        self._killed = {one: pid for one, pid in there.items() if one in names}
         self._wanted = None
         for pid in self._killed.values():
             os.kill(pid, signal.SIGKILL)
+        if name == CHECKPOINT:
+            self._damage_checkpoint()
         if "actor" in self._killed:
             self._mine["actor"].wait()
             self._written |= self._outboxes()
+
+    def _damage_checkpoint(self) -> None:
+        """Turn a bit of the newest one over, if there is another: its trainer is dead, and the next one takes that."""
+        self._programs.until(lambda: self._killed.items().isdisjoint(self._programs.alive().items()), CPU_S)
+        whole = sorted(set(self.run_dir.glob("checkpoints/[0-9]*")) - set(self._damaged))
+        if len(whole) > 1:
+            file = whole[-1] / self.random.choice(("state.pt", "tensors.safetensors"))
+            data = bytearray(file.read_bytes())
+            data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
+            file.write_bytes(data)
+            self._damaged.append(whole[-1])

@@ -6,6 +6,8 @@ import json
 import logging
 import multiprocessing
 import os
+import resource
+import signal
 import sys
 import threading
 import time
@@ -18,14 +20,20 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from . import damage, hostile, live
+import pyarrow as pa
+
+from . import hostile, live
+from .files import FILES
 from .targets import TARGETS, Target
 
-KINDS = {**TARGETS, "store": Target(0.0003, damage.make, damage.run, damage.DECLARED, writes=True)}
+KINDS = {**TARGETS, **FILES}
 LIVE = 0.02  # share of the messages to the real server
 GROWTH = 24 << 20  # bytes that a process may have grown after its first tenth
 PER_BYTE = 40  # what one byte of a message may become in memory, for a moment,
 AT_LEAST = 2 << 20  # and this much in any case
+PEAK = 256 << 20  # and that any case may need for a moment
+ROOM = 4 << 30  # that the process can have
+LONGEST_S = 60  # that a case may take: a longer one ends the process
 WATCHED = 100  # of so many cases one is looked at for what it allocates
 KEPT = 20  # failures of a kind that are written down
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -67,18 +75,23 @@ def _child(sender: Connection, kind: str, count: int, first: int, seed: int, scr
         result = live.attack(count, seed, scratch)
         result["failures"] = [{"number": -1, "why": text} for text in result["failures"]]
     else:
+        resource.setrlimit(resource.RLIMIT_DATA, (ROOM, ROOM))
         result = fuzz(kind, count, first, seed, scratch)
+        signal.alarm(0)
     sender.send(result)
 
 
 def fuzz(kind: str, count: int, first: int, seed: int, scratch: Path) -> dict[str, Any]:
     """`count` cases of one kind in this process: {outcomes, failures, growth, threads_lost, files}."""
-    target, files = KINDS[kind], _watch(scratch if KINDS[kind].writes else None)
+    target = KINDS[kind]
+    target.make(Random(0), 0)  # what is whole is made once
+    files = _watch(scratch if target.writes else None)
     outcomes: Counter[str] = Counter()
     failures: list[dict[str, Any]] = []
-    threads, resident = threading.active_count(), 0
+    threads, resident, peak = threading.active_count(), 0, _peak() + PEAK
     for number in range(first, first + count):
         case = target.make(Random(f"{seed}/{kind}/{number}"), number)
+        signal.alarm(LONGEST_S)
         try:
             outcomes[_once(target, case, scratch, is_watched=number % WATCHED == 0 and isinstance(case, list))] += 1
         except target.declared as error:
@@ -86,6 +99,9 @@ def fuzz(kind: str, count: int, first: int, seed: int, scratch: Path) -> dict[st
         except Exception:
             outcomes["FAILED"] += 1
             failures.append({"number": number, "why": traceback.format_exc(limit=-6), "case": repr(case)[:100_000]})
+        if (now := _peak()) > peak:
+            failures.append({"number": number, "why": f"it took {now - peak + PEAK:,} bytes of memory"})
+            peak = now + PEAK
         if number == first + count // 10:
             resident = _held()
     growth = max(0, _held() - resident)
@@ -93,9 +109,15 @@ def fuzz(kind: str, count: int, first: int, seed: int, scratch: Path) -> dict[st
     return {"outcomes": outcomes, "failures": failures, "growth": growth, "threads_lost": abs(lost), "files": files}
 
 
+def _peak() -> int:
+    """The most bytes of memory that this process has ever held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 def _held() -> int:
     """Bytes of memory that this process cannot give back: what lies free in its allocator goes first."""
     gc.collect()
+    pa.default_memory_pool().release_unused()
     ctypes.CDLL(None).malloc_trim(0)
     return hostile.memory(os.getpid())
 
@@ -120,7 +142,7 @@ def _watch(scratch: Path | None) -> list[str]:
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES:
-            path = str(arguments[0])
+            path = os.fsdecode(arguments[0]) if not isinstance(arguments[0], int) else str(scratch)
             if scratch is None or not os.path.realpath(path).startswith(str(scratch.resolve())):
                 found.append(path)
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shutil
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +18,23 @@ from serl_client.errors import ConfigError, MessageError, Refused, VersionMismat
 from serl_client.spec import Spec
 from serl_client.weights import WeightsFolder, part_checksum
 
+from serl_launcher.acting.openpi import Form, pack
 from serl_launcher.service.access import OPEN
 from serl_launcher.service.peers import check_hello
 
 from . import feedback
-from .mutations import BOMBS, CORPUS, RECORDS, SPEC, spoiled_bytes, spoiled_frames, spoiled_tree, with_checksum
+from .mutations import (
+    BOMBS,
+    CORPUS,
+    IMAGE,
+    RECORDS,
+    SPEC,
+    STATE,
+    spoiled_bytes,
+    spoiled_frames,
+    spoiled_tree,
+    with_checksum,
+)
 
 
 @dataclass(frozen=True)
@@ -131,8 +142,7 @@ def _greet(head: bytes, scratch: Path) -> str:
 
 
 # -- weights
-TENSORS = {"a.weight": np.ones((4, 3), np.float32), "a.bias": np.zeros(3, np.float32)}
-FILE = safetensors.numpy.save(TENSORS)
+FILE = safetensors.numpy.save({"a.weight": np.ones((4, 3), np.float32), "a.bias": np.zeros(3, np.float32)})
 
 
 def _weights(chance: Random, number: int) -> Any:
@@ -165,25 +175,29 @@ def _pull(case: Any, scratch: Path) -> str:
     return "taken"
 
 
-def _file(chance: Random, number: int) -> bytes:
-    """A safetensors file whose bytes or whose manifest were spoiled."""
-    if chance.random() < 0.4:
-        return spoiled_bytes(chance, FILE)
-    (length,) = struct.unpack_from("<Q", FILE)
-    manifest = spoiled_tree(chance, json.loads(FILE[8 : 8 + length]))
-    text = json.dumps(manifest, default=str).encode()
-    return struct.pack("<Q", chance.choice((len(text), len(text), len(text), 0, 2**63))) + text + FILE[8 + length :]
+# -- the bridge
+FORM = Form(SPEC, {"observation/image": IMAGE})
+REQUEST: Any = msgpack.unpackb(pack({
+    STATE: np.zeros(4), "observation/image": np.zeros((6, 8, 3), np.uint8), "prompt": "fold",
+}))  # fmt: skip
 
 
-def _load(data: bytes, scratch: Path) -> str:
-    """As PolicyHost.read does, with numpy in the place of torch."""
-    (scratch / "file.safetensors").write_bytes(data)
-    try:
-        tensors = safetensors.numpy.load_file(scratch / "file.safetensors")
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(str(error)) from None
-    taken = {name: tensor.shape for name, tensor in tensors.items()} == {n: t.shape for n, t in TENSORS.items()}
-    return "taken" if taken else "of another layout"
+def _request(chance: Random, number: int) -> Any:
+    tree = REQUEST
+    for _ in range(chance.choice((1, 1, 2, 3))):
+        tree = spoiled_tree(chance, tree)
+    data: Any = msgpack.packb(tree)
+    return spoiled_bytes(chance, data) if chance.random() < 0.3 else data
+
+
+def _asked(data: bytes, scratch: Path) -> str:
+    observation, task = FORM.read(data)
+    assert isinstance(task, str)
+    assert observation.keys() == SPEC.observation.keys()
+    for name, feature in SPEC.observation.items():
+        feature.check(name, observation[name])
+        assert np.isfinite(observation[name]).all()
+    return "taken"
 
 
 HELLO_ERRORS = (MessageError, ConfigError, Refused, VersionMismatch, ValueError, TypeError)  # the last two: `protocol`
@@ -196,6 +210,6 @@ TARGETS: dict[str, Target] = {
     "spec": Target(0.07, _spec, _from_dict, (ConfigError,)),
     "hello": Target(0.05, _hello, _greet, HELLO_ERRORS),
     "weights": Target(0.01, _weights, _pull, (MessageError, KeyError, TypeError, OSError), writes=True),
-    "safetensors": Target(0.006, _file, _load, (ConfigError,), writes=True),
+    "openpi": Target(0.02, _request, _asked),
     "feedback": Target(0.01, feedback.make, feedback.run),  # ten packets each
 }

@@ -16,6 +16,7 @@ import itertools
 import logging
 import math
 import os
+import re
 import secrets
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ from serl_client.recent import RecentRecords
 
 log = logging.getLogger(__name__)
 
+NAMED = re.compile(r"(\d+)-([^-]+)-(\d+)")  # number, session and first record of a file
 FILE_BYTES = 8 << 20
 SPARE_FILES = 4  # files that are kept for reuse
 SPARE_SECONDS = 2.0  # a file is reused at most at this age: the kernel writes older pages to the disk, for nothing
@@ -279,9 +281,10 @@ class Outbox:
                 path.unlink()
         latest: dict[str, _File] = {}
         for path in sorted(self.folder.glob("*.records")):
-            number, session, first = path.stem.split("-")
-            self._number = int(number)
-            file = _scanned(_File(path, session, int(first)))
+            if not (named := NAMED.fullmatch(path.stem)):
+                raise ConfigError(f"{path} has no name of an outbox's file: move it out of this folder")
+            self._number, session, first = int(named[1]), named[2], int(named[3])
+            file = _scanned(_File(path, session, first))
             if (before := latest.get(session)) is not None:
                 del before.ends[max(0, file.first - before.first) :]  # a write that failed, whole and not taken back
                 _miss(before, file.first, before.size)
@@ -375,7 +378,10 @@ def _header(record: bytes, seq: int) -> dict[str, Any] | None:
 
 
 def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""
+    try:
+        return path.read_text() if path.exists() else ""
+    except ValueError:
+        raise ConfigError(f"{path} is damaged: delete it, and the next learner gets the records beside it") from None
 
 
 def _publish(path: Path, text: str) -> None:
