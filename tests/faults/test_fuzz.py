@@ -17,11 +17,12 @@ from serl_client import Outcome, Spec, messages, wire
 from serl_client.errors import ConfigError, MessageError
 
 from serl_launcher.acting.host import PolicyHost
+from serl_launcher.datasets import reader
 from serl_launcher.service.access import BAD_MESSAGES
 from serl_launcher.store import store
 from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
-from tests.faults.fuzzing import campaign, damage, hostile, live, mutations
+from tests.faults.fuzzing import campaign, damage, files, hostile, live, mutations
 from tests.faults.fuzzing.targets import TARGETS, Target
 from tests.shared.clients import push_episodes
 from tests.shared.common import PATIENCE, free_port, until
@@ -41,6 +42,19 @@ def test_a_spoiled_case_of_any_kind_is_taken_or_refused_as_declared(tmp_path, ki
             target.run(target.make(chance, chance.getrandbits(32)), tmp_path)
 
     tried()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("../{chunk_index}.parquet", "not in its folder"), ("/etc/passwd", "not in its folder"),
+     ("{chunk_index:0999999999d}", "names no file"), ("{chunk_index.real}", "names no file")],
+)  # fmt: skip
+def test_a_dataset_reads_no_file_outside_its_folder(tmp_path, path, said):
+    files.write_lerobot(tmp_path)
+    info = json.loads((tmp_path / "meta/info.json").read_text())
+    (tmp_path / "meta/info.json").write_text(json.dumps({**info, "data_path": path}))
+    with pytest.raises(ConfigError, match=said):
+        reader.Dataset(tmp_path).episode(0)
 
 
 # -- the wire and the messages

@@ -146,7 +146,7 @@ KINDS = ("f8", "f4", "i8", "u1", "S3", "V4", "c16", "?", "O")
 
 
 # -- datasets of others
-def _write_lerobot(folder: Path) -> None:
+def write_lerobot(folder: Path) -> None:
     """As LeRobot writes it, with a camera whose images lie in the table and one whose images are a video."""
     count, still, image = EPISODES * STEPS, io.BytesIO(), np.zeros((16, 16, 3), np.uint8)
     Image.fromarray(image).save(still, "PNG")
@@ -346,7 +346,7 @@ class _Here:
 
 
 FILES = {
-    "lerobot": target(0.002, _write_lerobot, lambda folder: _take(Dataset(folder))),
+    "lerobot": target(0.002, write_lerobot, lambda folder: _take(Dataset(folder))),
     "robomimic": target(0.002, _write_robomimic, _read_robomimic),
     "outbox": target(0.01, _write_outbox, _read_outbox),
     "checkpoints": target(0.002, _write_checkpoints, _read_checkpoints),
