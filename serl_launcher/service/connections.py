@@ -132,7 +132,7 @@ def _borrowed(descriptor: int) -> Iterator[socket.socket]:
 
 def _address(descriptor: int) -> str:
     with suppress(OSError), _borrowed(descriptor) as accepted:
-        return str(accepted.getpeername()[0])
+        return str([*accepted.getpeername(), ""][0])  # that of a socket of this machine alone is empty
     return ""
 
 
