@@ -62,7 +62,7 @@ def record(session: str, seq: int) -> QueuedRecord:
         episode, start, "reach", Stamp(1 if number == 0 else 2, "practise", seq % 2),
         {STATE: generator.random((rows, 3), "f4"), IMAGE: generator.integers(0, 255, (rows, 12, 12, 3), "u1")},
         generator.random((STEPS, 2), np.float32), generator.random(STEPS, np.float32), generator.random(STEPS) < 0.5,
-        generator.random(STEPS) < 0.5, generator.random(STEPS),
+        generator.random(STEPS) < 0.5, part + np.sort(generator.random(STEPS)),
         terminated=ends == "terminated", truncated=ends == "truncated",
     )  # fmt: skip
 

@@ -186,7 +186,7 @@ def _go_on(run_dir: Path, store: Store, promises: played.Promises) -> played.Pro
     grown = copy.deepcopy(promises)
     grown.run = grown.run or store.run
     sha256, size = weights.write(run_dir / "weights", b"newer")
-    body = {"phase": "next", "mode": "collect", "into": "online"}
+    body = {**played.BODIES[1], "explore": True}
     grown.given("directive", store.direct(body), body)
     grown.given("weights", store.publish_weights(sha256, size, 0), sha256)
     store.lives.hello("c", "outbox-c", "c0", [])
