@@ -317,10 +317,10 @@ def test_the_bridge_ends_though_a_client_does_not_read(bridged, client):
         client(address)
 
 
-def test_the_bridge_ends_though_nobody_answers_a_question(bridged, client):
+def test_the_bridge_ends_though_nobody_answers_a_question(bridged, client, tmp_path):
     there, _, _ = bridged(Counting())
     address, asked = ("127.0.0.1", free_port()), []
-    bridge = Bridge(there.server.host, address, KEYS, None, asked.append)
+    bridge = Bridge(there.server.host, address, KEYS, None, asked.append, tmp_path)
     bridge.start()
     client(address, close_timeout=0.1).socket.send(state())
     until(lambda: asked)

@@ -55,7 +55,7 @@ def test_a_request_is_read_by_the_specs_names_and_dtypes():
         ({"observation/image": np.zeros((4, 6, 3))}, "should be uint8 [4, 6, 3], not float64 [4, 6, 3]: an image"),
         ({"observation.count": np.int64(5)}, "observation.count should be int32 [], not int64 []"),
         ({"observation.count": 2**64 - 1}, "is a number that no array holds"),
-        ({"prompt": 3}, "'prompt' should be a text"),
+        ({"prompt": 3}, "'prompt' should be a printable text"),
         ({"observation": {"state": np.zeros(3)}}, "names 'observation/state' twice"),
     ],
     ids=str,
