@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from serl_client import messages as m
 from serl_client import wire
 
 from tests.faults import played, shim
@@ -74,13 +73,14 @@ def library(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """A server with a store, whose directives are those that the records of `played` name."""
+    """A server with a store, whose directives and weights are those that the records of `played` name."""
     made = ServerProcess(tmp_path_factory.mktemp("learner") / "run")
     first = played.Actor(made.address, "first", "first", ())
     until(lambda: first.link.receive() is None and first.link.connected)
     first.link.close()
     for body in played.BODIES:
-        made.ask(m.Direct(body, None))
+        made.direct(body)
+    made.publish(b"weights")
     yield made
     made.close()
 
