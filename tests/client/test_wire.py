@@ -119,7 +119,7 @@ def test_parts_are_gathered_in_order_into_as_many_frames_as_a_message_has():
 
 
 def test_records_travel(make_segment):
-    segment = make_segment(steps=5, ends="terminated")
+    segment = make_segment(steps=5, ends="terminated", weights=1)
     outcome = Outcome("e0", None, discard=True, judged_by="operator")
     data = joined(messages.encode_record(0, segment), messages.encode_record(1, outcome))
     (first, copy), (second, other) = messages.records(data)

@@ -228,7 +228,7 @@ def test_actors_keep_what_a_full_archived_source_does_not_take_until_the_export_
     with closing(server), arm as client:
         connected(client)
         server.direct()
-        push_all(client, (segment(blind, name, steps=10) for name in names))
+        push_all(client, (segment(blind, name, steps=10, weights=0) for name in names))
         until(lambda: "source online is full" in client.state.degraded)
         assert client.pending[0] > 0
         assert server.report()["full"] == ["source online is full, and its episode e0 waits for its export"]
