@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from serl_client.episode import MAX_NAME, Outcome
+from serl_client.episode import Outcome
 from serl_client.errors import ConfigError
+from serl_client.names import MAX_NAME
 from serl_client.spec import Feature, Spec
 
 from serl_launcher.datasets.export import export_run
