@@ -20,6 +20,8 @@ from robot_infra.spaces import understood
 
 log = logging.getLogger(__name__)
 
+FAILURES = 3  # of a judge in succession, until a person must look
+
 
 class RobotEnv(Closing):
     """Implements serl_client.env.Env over a robot; a context manager, so that every way out stops the robot.
@@ -59,6 +61,7 @@ class RobotEnv(Closing):
         self._max_steps = max_steps
         self._steps = 0
         self._failure = ""  # why the judge says nothing of this episode
+        self._failures = 0  # of it, since its latest verdict
         self._homed: int | None = None  # the seed that the robot went home for
         self._ages: dict[str, Array] = {}  # of the latest observation
         self._executed: Array | None = None  # in the step before
@@ -117,6 +120,7 @@ class RobotEnv(Closing):
         verdict = Verdict(0.0, terminated=False, success=None)
         with self._judging():
             verdict = self.judge(observation)
+            self._failures = 0
         if STAGE in self.spec.extras:
             extras[STAGE] = np.array(verdict.stage or 0)
         self._steps += 1
@@ -153,6 +157,10 @@ class RobotEnv(Closing):
         except Exception as error:
             self._failure = f"the judge {type(self.judge).__name__} failed: {type(error).__name__}: {error}"
             log.error("%s", self._failure, exc_info=error)
+            self._failures += 1
+            if self._failures >= FAILURES:  # else an arm would go home again and again
+                self._failures = 0
+                raise RobotFault(self._failure, "judge") from error
 
     def _observe(self) -> tuple[Observation, Array | None, str]:
         """Return state and images, the action [A] that the arm itself made of the latest one, and what is stale."""

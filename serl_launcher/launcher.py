@@ -31,7 +31,7 @@ from serl_launcher.error_log import ERRORS, first_line, write_traceback
 from serl_launcher.service.access import AllowList, check_address
 from serl_launcher.service.link import report_end
 from serl_launcher.service.sockets import SERVER, socket_folder
-from serl_launcher.sharing import group_of, take_over
+from serl_launcher.sharing import check_user, group_of, take_over
 from serl_launcher.store.creation import check_store
 from serl_launcher.store.extras import ANY, with_extras
 from serl_launcher.store.files import make_folder
@@ -71,6 +71,7 @@ def launch(config: DictConfig) -> int:
     run_dir = writable(Path(str(config.run_dir)))
     with _lock(run_dir) as lock, socket_folder() as sockets:
         check_ports(config)
+        check_user(run_dir)
         describe_store(config, plan)
         with suppress(sqlite3.Error):  # of a disk: the server says it
             check_store(run_dir / "store", plan.capacities)

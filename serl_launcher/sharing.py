@@ -3,6 +3,7 @@
 import grp
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ def group_of(share: str | None) -> int | None:
         return None if share is None else grp.getgrnam(str(share)).gr_gid
     except KeyError:
         raise ConfigError(f"share={share}: there is no such group on this machine; `id -nG` lists yours") from None
+
+
+def check_user(run_dir: Path) -> None:
+    """Raise ConfigError for a run of another user: each would make files there that the other one may not read."""
+    with suppress(FileNotFoundError):
+        if (user := (run_dir / "config.yaml").stat().st_uid) != os.geteuid():
+            raise ConfigError(f"{run_dir} is a run of user {user}, who alone resumes it: begin another run_dir")
 
 
 def take_over(run_dir: Path, share: str | None) -> None:

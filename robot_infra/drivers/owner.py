@@ -5,9 +5,11 @@ import hashlib
 import logging
 import os
 import pkgutil
+import select
 import socket
 import stat
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, cast
@@ -19,6 +21,7 @@ from robot_infra.drivers.arm import Arm
 
 log = logging.getLogger(__name__)
 
+_ours: set[str] = set()  # ports that arms of this process own
 PATIENCE = 2.0  # seconds: a guard whose actor has gone holds for one more second
 
 
@@ -36,7 +39,10 @@ def open_arm(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[
     if not (isinstance(kind, type) and issubclass(kind, Arm)):
         raise ConfigError(f"the driver {driver} is no class derived from robot_infra.drivers.arm.Arm")
     make = cast(Callable[..., Arm], kind)
-    with owned(address, *_ports(options)):
+    ports = {os.path.realpath(port) for port in _ports(options)} - _ours  # two grippers may be on one bus
+    with owned(address, *ports), ExitStack() as stack:
+        _ours.update(ports)
+        stack.callback(_ours.difference_update, ports)
         try:
             arm = make(address=address, **options)
         except TypeError as error:
@@ -74,17 +80,31 @@ def owned(*addresses: str) -> Iterator[None]:
 def _own(place: str, address: str, stack: ExitStack) -> None:
     name = f"\0retake-arm-{hashlib.blake2b(place.encode(), digest_size=16).hexdigest()}"
     claim, device = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)), _device(place)
-    if device is not None:
-        stack.callback(os.close, device)
     deadline = clock.monotonic() + PATIENCE
     while not ((is_locked := _locked(device)) and _claimed(claim, name)):
         if clock.monotonic() > deadline:
             owner, is_ours = _owner(name)
             if device is None or is_ours or not is_locked:
+                if device is not None:
+                    os.close(device)
                 raise ConfigError(f"the arm at {address} is in use by {owner}: stop its actor, or give another address")
             log.warning("the arm at %s: %s has taken its name, but not its device, so we go on", address, owner)
-            return
+            break
         clock.sleep(0.05)
+    if device is not None:
+        _watch(device, stack)
+
+
+def _watch(device: int, stack: ExitStack) -> None:
+    """Close a device of ours at the end, or once it is unplugged: while it is open, it would get another name."""
+    ended, poll = os.eventfd(0), select.poll()
+    poll.register(device, 0)
+    poll.register(ended, select.POLLIN)
+    watch = threading.Thread(target=lambda: (poll.poll(), os.close(device)), name="unplugged?", daemon=True)
+    watch.start()
+    stack.callback(os.close, ended)
+    stack.callback(watch.join)
+    stack.callback(os.eventfd_write, ended, 1)
 
 
 def _device(place: str) -> int | None:

@@ -162,12 +162,13 @@ class _Client:
             log.info("export: waiting for the server: %s", error)
             clock.sleep(POLL_S)
             return True
-        except OSError as error:
+        except (OSError, MemoryError) as error:
             if str(error) != self._complaint:
                 log.error("export: %s; it is tried again", error)
             self._complaint = str(error)
             clock.sleep(RETRY_S)
             return True
+        self._complaint = self._complaint * (not worked)
         if not worked and not rest:
             clock.sleep(POLL_S)
         return worked or not rest

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from serl_client import clock
-from serl_client.errors import ConfigError, full_disk
+from serl_client.errors import ConfigError, full_disk, is_machines
 from serl_client.spec import Spec
 
 from serl_launcher.datasets import shards
@@ -258,7 +258,7 @@ class Exporter:
             self._make(shard, source, [self.episodes[number] for number in numbers], None)
         except Exception as error:
             shards.remove(_part(shard))
-            if isinstance(error, Gone) or full_disk(error):
+            if isinstance(error, Gone) or is_machines(error):
                 raise
             if middle := len(numbers) // 2:
                 self._write(source, numbers[:middle])
@@ -281,6 +281,8 @@ class Exporter:
         except (Gone, OSError):
             raise
         except Exception as damage:
+            if is_machines(damage):
+                raise
             why.append(f"its rows cannot be read ({first_line(damage)})")
         left_out = [(info, "; ".join(why))]
         manifest = shards.manifest(self.run, info.source, 1, self.spec, [info.phase], None, 0, [], left_out)

@@ -18,7 +18,7 @@ from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.console import log_as
 from serl_client.episode import Outcome, Segment, Stamp
-from serl_client.errors import ConfigError
+from serl_client.errors import ConfigError, is_machines
 from serl_client.names import MAX_NAME
 from serl_client.spec import Spec
 
@@ -168,6 +168,8 @@ class _Import:
                 yield segment
                 has_begun = True
         except Exception as error:
+            if is_machines(error):
+                raise  # the next start tries again
             self._left_out[entry.index] = why = f"{where}: {error}"
             write_traceback(self._run_dir, f"importer: {where}", error)
             if has_begun:

@@ -134,6 +134,11 @@ class ReplayMixture:
         """Return whether the learner has set aside any episode of the sources of this source or view."""
         return any(is_aside(episode) for part in self.views[name].of for episode in self.held[part].values())
 
+    def may_fill(self, name: str) -> bool:
+        """Return whether a word of a person may still give a view steps: one of its episodes is aside or not judged."""
+        held = (episode for part in self.views[name].of for episode in self.held[part].values())
+        return any(is_aside(episode) or (episode.success is None and not episode.discard) for episode in held)
+
     def sample(self, count: int, window: Window, shares: Mapping[str, float]) -> Batch | None:
         """Draw a batch of `count` windows. None if a source or view has nothing usable yet.
 

@@ -19,7 +19,8 @@ from zmq.utils.monitor import parse_monitor_message
 from serl_launcher.service.places import Places
 
 CONNECTIONS = 256  # of guests at once, and of strangers
-GUEST_BYTES = wire.MAX_MESSAGE + (16 << 20)  # unread, of all connections of a key: its largest message, and a window
+WINDOW, FLEET = 16 << 20, 16  # bytes on the way of an actor; actors of one key that may all be late at once
+GUEST_BYTES = wire.MAX_MESSAGE + WINDOW  # unread, of a key: its largest message, and a window of each connection
 STRANGER_BYTES = 4 << 20  # unread, of all connections of an address that are no guests: a Hello has at most 1 MiB
 LOOK_S = 0.1  # between two looks at what has come
 FRAME_BYTES = 128  # more than a frame has on the wire beside its data; heartbeats are counted by nothing else
@@ -100,7 +101,8 @@ class Connections:
         for descriptor, address in self.places.strangers.items():
             unread[address, STRANGER_BYTES][descriptor] = self._unread(descriptor)
         for (group, most), amounts in unread.items():
-            if sum(amounts.values()) > most:
+            windows = min(len(amounts), FLEET) - 1 if most == GUEST_BYTES else 0
+            if sum(amounts.values()) > most + windows * WINDOW:
                 worst = max(amounts, key=amounts.__getitem__)
                 self._cut(worst, "too much unread", f"{amounts[worst] >> 20} MiB of {group}")
 

@@ -93,6 +93,7 @@ class Learner:
         del saved  # it may be as large as all that is trained
         self._publish()
         self._direct()
+        self._fed = clock.monotonic()
         while self.state.phase is not None:
             self._hear()
             self._advance()
@@ -133,14 +134,13 @@ class Learner:
         if phase is None or name is None or phase.update(name).order != RANDOM:
             self._fed = clock.monotonic()
             return
-        views, fed = phase.update(name).data, phase.actors.into if phase.actors.act else None
-        empty = [view for view in views if not self.sources.size(view)[0]] or [*views]
-        nobody = [view for view in empty if fed not in self.sources.views[view].of and not self.sources.has_aside(view)]
+        fed = phase.actors.into if phase.actors.act else None
+        empty = [view for view in phase.update(name).data if not self.sources.size(view)[0]]
+        nobody = [view for view in empty if fed not in self.sources.views[view].of and not self.sources.may_fill(view)]
         if nobody and clock.monotonic() > self._fed + HOPE_S:
             raise ConfigError(
-                f"phase {phase.name} cannot go on: update {name} draws from {', '.join(nobody)}, which holds "
-                f"{self.sources.size(nobody[0])[0]} steps, none of them usable, and no actor adds any in this phase. "
-                "Label episodes (tools/label.py), import others, or let another phase collect them first"
+                f"phase {phase.name} cannot go on: update {name} draws from {', '.join(nobody)}, which holds no step, "
+                "and no actor adds any in this phase. Import some, or let another phase collect them first"
             )
 
     def _batch(self, update: Update) -> tuple[Batch | None, dict[str, Seen] | None]:
@@ -157,6 +157,7 @@ class Learner:
         actions = self.state.advance(self._progress())
         if self.state.phase is not before:
             assert before is not None
+            self._fed = clock.monotonic()
             self._show(before)  # with the metrics of its last updates
             self.monitor.begin_phase()
             self.publisher.settle(self.state.updates)  # the next phase begins with what this one published

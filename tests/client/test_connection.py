@@ -7,7 +7,7 @@ import pytest
 import zmq
 from serl_client import messages as m
 from serl_client.connection import Connection
-from serl_client.errors import Disconnected, ServerFailed, Timeout
+from serl_client.errors import Disconnected, Refused, ServerFailed, Timeout
 
 from tests.shared.common import PATIENCE, until
 
@@ -61,6 +61,14 @@ def test_a_link_that_is_only_listened_to_connects_again(learner, link):
     until(lambda: link.receive() is None and not link.connected)
     assert not link.send(m.Status())
     learner.start()
+    until(lambda: link.receive() is None and link.connected)
+
+
+def test_a_refused_key_is_shown_again_after_a_rest(learner, link):
+    link._barred = True  # as after a handshake that failed by its key
+    with pytest.raises(Refused, match="does not let the key none in"):
+        link.receive()
+    link.rest(0.0)
     until(lambda: link.receive() is None and link.connected)
 
 

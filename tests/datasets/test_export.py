@@ -316,13 +316,29 @@ def test_an_episode_that_no_shard_takes_is_kept_beside_them_and_the_rest_goes_on
     assert [path.name for path in export_run(tmp_path, 4)] == ["000001-000002", "000004-000004"]
 
 
-@pytest.mark.parametrize("error", [ImportError("no lerobot"), MemoryError(), OSError(5, "Input/output error")])
-def test_what_fails_with_every_episode_loses_none_of_their_rows(tmp_path, seen, monkeypatch, error, caplog):
+def failing(error):
     def fail(*_):
         raise error
 
+    return fail
+
+
+@pytest.mark.parametrize("error", [ImportError("no lerobot"), MemoryError(), OSError(5, "Input/output error")])
+def test_what_is_the_machines_fault_leaves_no_episode_out(tmp_path, blind, monkeypatch, error):
+    run = Run(tmp_path, blind)
+    run.episodes("e0", "e1")
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write", failing(error))
+        with pytest.raises(type(error)):
+            run.work()
+    run.work()
+    assert run.exporter.settled == [1, 2]
+    assert not (tmp_path / "datasets/left_out").exists()
+
+
+def test_what_fails_with_every_episode_loses_none_of_their_rows(tmp_path, seen, monkeypatch, caplog):
     run = Run(tmp_path, seen)
-    monkeypatch.setattr(shards, "write", fail)
+    monkeypatch.setattr(shards, "write", failing(ValueError("no codec")))
     run.episodes("e0", "e1")
     run.work()
     assert run.shards("left_out") == ["000001", "000002"]

@@ -15,7 +15,7 @@ from serl_client.errors import ConfigError
 from serl_client.outbox import Outbox
 
 from robot_infra.drivers import owner
-from serl_launcher.sharing import is_shared, keep_private, take_over
+from serl_launcher.sharing import check_user, is_shared, keep_private, take_over
 from serl_launcher.store.store import Store
 from tests.shared.common import ROOT
 
@@ -64,6 +64,10 @@ def stranger():
 
         def stranger(code, *words, group=OTHERS):
             who = ["setpriv", f"--reuid={NOBODY}", f"--regid={group}", "--clear-groups"]
+            if subprocess.run(
+                [*who, sys.executable, "-c", ""], check=False, cwd="/", env={"PYTHONPATH": paths}
+            ).returncode:
+                pytest.skip(f"another user cannot use {sys.executable}")
             program = stack.enter_context(subprocess.Popen(
                 [*who, sys.executable, "-c", code, *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 text=True, cwd="/", env={"PYTHONPATH": paths, "PATH": os.environ["PATH"]},
@@ -104,6 +108,15 @@ def test_an_older_run_is_its_users_alone_or_read_by_the_group_that_shares_it(pla
         files.pop()
         said = stranger(OPEN, *files, group=share.gr_gid).stdout.read()
         assert sorted(said.split("\n")[:-1]) == sorted(f"RDONLY {path.name}" for path in files)
+
+
+def test_a_run_of_another_user_is_refused(place):
+    check_user(place)
+    (place / "config.yaml").touch()
+    check_user(place)
+    os.chown(place / "config.yaml", NOBODY, OTHERS)
+    with pytest.raises(ConfigError, match=f"is a run of user {NOBODY}, who alone resumes it"):
+        check_user(place)
 
 
 def test_a_folder_that_holds_no_run_keeps_its_mode_and_a_group_that_is_not_there_is_told(place):

@@ -2,11 +2,14 @@
 
 import fcntl
 import os
+from pathlib import Path
 
 import pytest
 from serl_client.errors import ConfigError
 
 from robot_infra.drivers import owner
+from robot_infra.drivers.arm import Arm
+from tests.shared.common import until
 
 
 @pytest.fixture
@@ -25,6 +28,33 @@ def test_a_device_is_locked_for_others_and_its_driver_may_open_it_again_and_agai
             pass
     with owner.owned(device):
         pass
+
+
+def test_a_device_that_was_unplugged_is_closed_so_that_it_comes_back_under_its_name(monkeypatch):
+    master, slave = os.openpty()
+    device = os.ttyname(slave)
+    with owner.owned(device):
+        os.close(slave)
+        os.close(master)
+        until(lambda: device not in {os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()})
+
+
+def test_two_grippers_on_one_bus_have_one_owner(monkeypatch, tmp_path):
+    made = []
+
+    class Pair(Arm):
+        def __init__(self, address, **options):
+            made.append(address)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(owner.pkgutil, "resolve_name", lambda name: Pair)
+    gripper = {"gripper": {"port": str(tmp_path / "bus")}}
+    with owner.open_arm("x.Pair", "left", gripper), owner.open_arm("x.Pair", "right", gripper):
+        pass
+    assert made == ["left", "right"]
+    assert not owner._ours
 
 
 def test_a_device_that_a_program_of_another_make_has_locked_is_left_alone(device):

@@ -79,6 +79,20 @@ def test_a_judge_that_fails_ends_that_episode_by_name_and_not_the_next(in_reset,
     assert [step.stale for step in play(env, 1, RIGHT)] == [""] * 5
 
 
+def test_a_judge_that_fails_again_and_again_is_for_a_person():
+    class Broken(Failing):
+        def __call__(self, observation):
+            raise KeyError("cup")
+
+    env = build(judge=Broken(in_reset=False), max_steps=5)
+    for seed in (0, 1):
+        env.reset(seed)
+        assert env.step(RIGHT).stale
+    env.reset(2)
+    with pytest.raises(RobotFault, match="the judge Broken failed"):
+        env.step(RIGHT)
+
+
 def test_a_time_limit_truncates_and_only_then_is_failure_certain():
     env = build(max_steps=3)
     steps = play(env, 0, RIGHT)

@@ -150,7 +150,7 @@ class Connection(Closing):
     def rest(self, seconds: float) -> None:
         """Close the connection; `receive` makes a new one after `seconds`."""
         self.close()
-        self._opened = clock.monotonic() + seconds - RETRY
+        self._opened, self._barred = clock.monotonic() + seconds - RETRY, False
 
     def _open(self) -> None:
         socket = zmq.Context.instance().socket(zmq.DEALER)

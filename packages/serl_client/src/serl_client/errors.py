@@ -88,6 +88,20 @@ KINDS = {
 }
 
 
+TRANSIENT = (
+    errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT,
+)  # fmt: skip
+
+
+def is_machines(error: BaseException | None) -> bool:
+    """Return whether an error, or what caused it, is the machine's own: another try may go well."""
+    while error is not None:
+        if isinstance(error, MemoryError | ImportError) or getattr(error, "errno", None) in TRANSIENT:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def full_disk(error: BaseException | None) -> OSError | None:
     """Return the OSError of a full disk that caused an error, or None. torch.save wraps it in another error."""
     while error is not None:

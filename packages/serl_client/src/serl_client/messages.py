@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import serl_client.wire as wire
 from serl_client.episode import COLUMNS, LostRecord, Outcome, QueuedRecord, Segment, Stamp
 from serl_client.errors import MessageError, VersionMismatch
-from serl_client.names import check_names
+from serl_client.names import check_names, cleaned
 from serl_client.spec import Array
 
 PROTOCOL = (14, 14)  # the oldest and the newest version spoken here
@@ -386,10 +386,10 @@ def _record(header: dict[str, Any], arrays: dict[str, Array]) -> QueuedRecord:
         return _typed(Outcome(**header))
     if not all(array.ndim for array in arrays.values()):
         raise ValueError("each array of a segment is [T, ...]")
-    stamp = _typed(Stamp(*header.pop("stamp")))
+    stamp, task = _typed(Stamp(*header.pop("stamp"))), cleaned(header.pop("task"))
     extras = {name: arrays.pop(name) for name in header.pop("extras")}
     columns: dict[str, Any] = {name: arrays.pop(name) for name in ("action", *COLUMNS)}
-    return _typed(Segment(**header, **columns, stamp=stamp, observation=arrays, extras=extras))
+    return _typed(Segment(**header, **columns, task=task, stamp=stamp, observation=arrays, extras=extras))
 
 
 def _typed(record: Part) -> Part:

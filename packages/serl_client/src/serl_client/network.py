@@ -234,7 +234,7 @@ class Network(threading.Thread):
 
     def _ask(self) -> None:
         """Send one question at a time, so that a slow link carries no stale ones."""
-        if not self.questions or self._inference is None or not self._inference.is_open:
+        if not self.questions or self._inference is None or not self._inference.connected:
             return
         if self._asked and clock.monotonic() < self._asked_at + PATIENCE:
             return
@@ -333,6 +333,7 @@ class Network(threading.Thread):
         action = extras.pop("action")
         if action.ndim != 2 or action.shape[1:] != self._robot.action.shape or not np.isfinite(action).all():
             raise MessageError(f"actions should be finite and [H, {self._robot.action.shape[0]}]")
+        self._asked_since = clock.monotonic()
         while self._asked:
             number, step = self._asked.popleft()
             if step == act.step:

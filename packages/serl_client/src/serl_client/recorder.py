@@ -10,6 +10,7 @@ from serl_client.env import Observation, Step
 from serl_client.episode import COLUMNS, Segment, Stamp
 from serl_client.errors import ConfigError
 from serl_client.limits import Limits
+from serl_client.names import cleaned
 from serl_client.spec import Array, Feature, Spec
 
 SEGMENT_SECONDS = 0.5  # at most
@@ -24,7 +25,7 @@ class Recorder:
         self.episode = episode
         self.ended = self.gap = False  # gap: the newest row is marked as one
         self.limits = Limits(client.spec)
-        self._client, self._task, self._spec = client, task, client.spec
+        self._client, self._task, self._spec = client, cleaned(task), client.spec
         self._rows = segment_rows(client.spec)
         self._shapes = {name: feature.shape for name, feature in client.spec.extras.items()}
         self._start = 0

@@ -14,6 +14,7 @@ from serl_client.episode_state import EpisodeState
 from serl_client.errors import ConfigError, RobotFault, TrainerError
 from serl_client.faults import Faults
 from serl_client.frames import Frames
+from serl_client.names import cleaned
 from serl_client.person import VERDICTS, Operator, Person
 from serl_client.recorder import Recorder
 from serl_client.signals import interrupted_by_signals, without_long_collections
@@ -129,7 +130,9 @@ class _Actor:
             asked = "random actions on a real clock" if is_wild else mode
             status.warn(f"phase {status.phase} asks for {asked}, which this robot cannot do: it idles")
         if is_new and self._unanswered:
-            self._controller.begin(status.episode, directive, self._env.task)  # other weights may have to answer
+            self._controller.begin(
+                status.episode, directive, cleaned(self._env.task)
+            )  # other weights may have to answer
         may_begin = able and self._starts.remain(directive, is_heard=self._client.connected)
         may_begin &= self._client.has_room and not self._person.is_paused and not self._client.over
         return mode if mode == "stop" or (may_begin and (mode == "teleop" or self._answers())) else "idle"
@@ -153,7 +156,7 @@ class _Actor:
             return
         self._status.episodes += 1
         self._controller = self._policies[self._directive.get("policy", "trained")]
-        self._controller.begin(recorder.episode, self._directive, self._env.task)
+        self._controller.begin(recorder.episode, self._directive, cleaned(self._env.task))
         self._status.episode = recorder.episode
         observation = self._env.reset(
             seed, teleop=mode == "teleop", intervene=mode == "collect" and self._directive.get("intervene", False)
