@@ -169,7 +169,8 @@ def test_targets_are_those_of_the_action_space_and_a_stop_comes_twice(arm, log):
     still = arm.hold_action()
     assert (np.abs(still) > 0).all()
     assert (np.abs(still) < 0.1).all()
-    np.testing.assert_allclose(points(log.more(40)), np.tile(still, (40, 1)), atol=1e-6)
+    later = points(log.more(40))
+    np.testing.assert_allclose(later, np.broadcast_to(still, later.shape), atol=1e-6)
 
 
 class Straight(RandomPolicy):
