@@ -1,8 +1,7 @@
 """Defines the messages of the wire protocol between all processes, and the records that a Push carries.
 
 Every field is plain msgpack data except `arrays`, which travel as raw frames. An unknown kind, a missing or an extra
-field is a MessageError. Handlers are found in tables keyed by these types. Of a Hello the protocol is checked first: a
-peer of another version is told so, in the form that Failed has in all versions.
+field is a MessageError. Handlers are found in tables keyed by these types. Of a Hello the protocol is checked first.
 """
 
 import dataclasses
@@ -386,10 +385,11 @@ def _record(header: dict[str, Any], arrays: dict[str, Array]) -> QueuedRecord:
         return _typed(Outcome(**header))
     if not all(array.ndim for array in arrays.values()):
         raise ValueError("each array of a segment is [T, ...]")
-    stamp, task = _typed(Stamp(*header.pop("stamp"))), cleaned(header.pop("task"))
+    stamp = _typed(Stamp(*header.pop("stamp")))
     extras = {name: arrays.pop(name) for name in header.pop("extras")}
     columns: dict[str, Any] = {name: arrays.pop(name) for name in ("action", *COLUMNS)}
-    return _typed(Segment(**header, **columns, task=task, stamp=stamp, observation=arrays, extras=extras))
+    segment = _typed(Segment(**header, **columns, stamp=stamp, observation=arrays, extras=extras))
+    return segment if segment.task.isprintable() else dataclasses.replace(segment, task=cleaned(segment.task))
 
 
 def _typed(record: Part) -> Part:
