@@ -20,7 +20,10 @@ DRAIN_S = 3600.0  # who plays us has less patience
 BACKLOG = 100  # records that may wait for their acknowledgement, so that a round ends soon
 IMAGE = (24, 24, 3)
 SPEC = Spec(
-    {"observation.state": Feature((5,), "int64", low=-(2**53), high=2**53), "observation.images.eye": Feature(IMAGE, "uint8")},
+    {
+        "observation.state": Feature((5,), "int64", low=-(2**53), high=2**53),
+        "observation.images.eye": Feature(IMAGE, "uint8"),
+    },
     Feature((2,), low=-np.ones(2), high=np.ones(2)), fps=100.0 * STEPS,
 )  # fmt: skip
 
