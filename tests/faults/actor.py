@@ -21,7 +21,7 @@ BACKLOG = 100  # records that may wait for their acknowledgement, so that a roun
 IMAGE = (24, 24, 3)
 SPEC = Spec(
     {
-        "observation.state": Feature((5,), "int64", low=-(2**53), high=2**53),
+        "observation.state": Feature((5,), "int64", low=np.full(5, -(2**53)), high=np.full(5, 2**53)),
         "observation.images.eye": Feature(IMAGE, "uint8"),
     },
     Feature((2,), low=-np.ones(2), high=np.ones(2)), fps=100.0 * STEPS,
