@@ -20,6 +20,7 @@ from serl_launcher.store.schema import Episode, Session, Source
 log = throttled(__name__)
 
 ASIDE = "set_aside"  # in the index's table meta
+MOST_PARTS = 1000  # of an episode, unless it is that long: whatever is said of it is written to each
 
 
 class Episodes:
@@ -36,6 +37,7 @@ class Episodes:
     def committed(self) -> None:
         self.changed: dict[str, Episode] = {}
         self._begun: dict[str, list[Episode]] = {}  # in this group, by their ids and those of what they are parts of
+        self._newest: dict[str, Episode] = {}  # in this group, by their sessions
         self.said: list[tuple[str, int, Outcome]] = []
         self._said: dict[str, list[Outcome]] = {}  # the same, by episode
 
@@ -68,23 +70,20 @@ class Episodes:
     def begin(self, state: Session, ring: Ring, segment: Segment) -> Episode:
         """Open the episode that begins with this segment, at the next step and row of its source."""
         self._number += 1
+        earlier = self.continued(state) if segment.start else None
         episode = Episode(
-            self._number, self._free_id(segment), ring.source.name, state.session, state.actor, segment.task,
+            self._number, self._free_id(segment, earlier), ring.source.name, state.session, state.actor, segment.task,
             segment.stamp.directive, segment.stamp.phase, first=ring.next_step, first_row=ring.next_row,
             part_of=segment.episode, part_start=segment.start, weights=segment.stamp.weights_version,
         )  # fmt: skip
-        earlier = self.parts(episode.part_of) if segment.start else []
-        for part in earlier:
-            if not part.continued:
-                part.continued = True
-                self.changed[part.id] = part
         for id in dict.fromkeys((episode.part_of, episode.id)):
             self._begun.setdefault(id, []).append(episode)
-            for outcome in [*self._index.outcomes(id), *self._said.get(id, ())]:
-                self._judge(episode, outcome)
-        if earlier and is_aside(earlier[0]):  # whatever its own actor has said of the whole since then
-            self._judge(episode, Outcome(episode.id, None, discard=True, judged_by=earlier[0].judged_by))
-        self.open[state.session] = episode
+        if earlier is not None and (whole := self.find(segment.episode)):  # what was said of the whole holds for this
+            earlier.continued, self.changed[earlier.id] = True, earlier
+            self._judge(episode, Outcome(episode.id, whole.success, whole.discard, whole.judged_by))
+        for outcome in [*self._index.outcomes(episode.id), *self._said.get(episode.id, ())]:
+            self._judge(episode, outcome)
+        self.open[state.session] = self._newest[state.session] = episode
         return episode
 
     def grow(self, episode: Episode, segment: Segment) -> None:
@@ -134,24 +133,27 @@ class Episodes:
 
     def find(self, id: str) -> Episode | None:
         """Return the episode of exactly this id, as it is now."""
-        return next((episode for episode in self.parts(id) if episode.id == id), None)
+        found = self.changed.get(id) or self._index.episode(id)
+        return found and self._now(found)
 
     def parts(self, id: str) -> list[Episode]:
         """Return the episode of this id and the parts that came after it, in order, as they are now."""
-        found = {}
-        for each in self._index.parts(id):
-            still_open = self.open.get(each.session)
-            is_open = still_open is not None and still_open.number == each.number
-            found[each.number] = still_open if is_open else self.changed.get(each.id, each)
+        found = {each.number: self._now(each) for each in self._index.parts(id)}
         return [*found.values(), *(each for each in self._begun.get(id, ()) if each.number not in found)]
+
+    def _now(self, episode: Episode) -> Episode:
+        """Return an episode of the index as it is now."""
+        still_open = self.open.get(episode.session)
+        is_open = still_open is not None and still_open.number == episode.number
+        return still_open if is_open else self.changed.get(episode.id, episode)
 
     def continued(self, state: Session) -> Episode | None:
         """Return the episode that this session's next segment goes on with: its open one, or its newest one if that
         was closed from elsewhere; None if there is neither."""
         if episode := self.open.get(state.session):
             return episode
-        staged = [episode for episode in self.changed.values() if episode.session == state.session]
-        newest = max([*staged, *self._index.newest(state.session)], key=lambda episode: episode.number, default=None)
+        newest = self._newest.get(state.session) or self._index.newest(state.session)
+        newest = newest and self._now(newest)
         return None if state.closed or newest is None or newest.final else newest
 
     def continued_by(self, segment: Segment, state: Session) -> Episode:
@@ -161,6 +163,8 @@ class Episodes:
         if episode is None or (episode.part_of, next_step(episode)) != (segment.episode, segment.start):
             there = f"{episode.part_of}[{next_step(episode)}]" if episode else "the start of an episode"
             raise Refused(f"step {at} came where {there} was to come")
+        if episode.closed and _part_number(episode) >= MOST_PARTS:
+            raise Refused(f"{segment.episode} was closed from elsewhere {MOST_PARTS:,} times: begin another episode")
         if (number := segment.stamp.directive) != episode.directive:
             raise Refused(f"step {at} names directive {number}, and its episode began under {episode.directive}")
         return episode
@@ -173,12 +177,18 @@ class Episodes:
             episode.success, episode.discard, episode.judged_by = outcome.success, outcome.discard, outcome.judged_by
         self.aside += is_aside(episode) - was_aside
 
-    def _free_id(self, segment: Segment) -> str:
-        id, number = segment.episode, len(self.parts(segment.episode))
-        while segment.start and self.find(id):
-            number += 1
-            id = f"{segment.episode}.part{number}"
+    def _free_id(self, segment: Segment, earlier: Episode | None) -> str:
+        if earlier is None:
+            return segment.episode
+        number = _part_number(earlier)
+        while self.find(id := f"{segment.episode}.part{(number := number + 1)}"):
+            pass
         return id
+
+
+def _part_number(episode: Episode) -> int:
+    """Return which part an episode is of what its actor records; the first is 1."""
+    return int(episode.id.rpartition(".part")[2]) if episode.part_start else 1
 
 
 def next_step(episode: Episode) -> int:

@@ -186,9 +186,9 @@ class Index:
         whole = self._get(Episode, "id = ?", id)
         return whole + self._get(Episode, "part_of = ? AND part_start > 0 ORDER BY number", id)
 
-    def newest(self, session: str) -> list[Episode]:
+    def newest(self, session: str) -> Episode | None:
         """The newest episode of a session, if it has one."""
-        return self._get(Episode, "session = ? ORDER BY number DESC LIMIT 1", session)
+        return next(iter(self._get(Episode, "session = ? ORDER BY number DESC LIMIT 1", session)), None)
 
     def discarded_by(self, whom: str) -> list[Episode]:
         """The episodes of which somebody whose name begins so said last that they are discarded, in order."""

@@ -252,7 +252,7 @@ class Store:
         check_names("an outcome", outcome.episode, outcome.judged_by, error=Refused)
         if outcome.judged_by.startswith(LEARNER):
             raise Refused(f"an outcome by {outcome.judged_by!r} is the learner's own: no client says it")
-        is_early = bool(state.owner) and not self.episodes.parts(outcome.episode)
+        is_early = bool(state.owner) and self.episodes.find(outcome.episode) is None
         self.lives.texts.add(state.owner, outcome.judged_by, *[outcome.episode] * is_early)
         if len(self.episodes.said) >= GROUP_OUTCOMES:
             self.commit()

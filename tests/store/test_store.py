@@ -12,8 +12,9 @@ from serl_client.episode import LostRecord
 from serl_client.errors import Refused
 
 from serl_launcher.replay.buffer import ReplayBuffer
-from serl_launcher.store import files, layout, store
+from serl_launcher.store import episodes, files, layout, store
 from serl_launcher.store.errors import Full, Gap
+from serl_launcher.store.index import Index
 from serl_launcher.store.schema import FORMAT, SCHEMA, EpisodeInfo
 from serl_launcher.types import Window
 from tests.shared.common import STATE
@@ -191,6 +192,28 @@ def test_an_outcome_of_an_episode_holds_for_all_its_parts_whenever_they_come(mad
     made.stage("B", 1, Outcome("e0", None, discard=True, judged_by="operator"))
     made.commit()
     assert [(each.discard, each.closed) for each in made.index.parts("e0")] == [(1, 1)] * 3
+
+
+def test_the_hundredth_part_of_an_episode_reads_no_more_than_the_second_and_their_number_ends(made, monkeypatch):
+    read, get = [], Index._get
+    monkeypatch.setattr(Index, "_get", lambda *words: read.extend(found := get(*words)) or found)
+
+    def stage(part: int) -> int:
+        made.stage("A", 2 * part, make_segment("e0", start=4 * part))
+        made.stage("A", 2 * part + 1, LostRecord("its file is damaged"))
+        made.commit()
+        read_before, read[:] = len(read), []
+        return read_before
+
+    reads = [stage(part) for part in range(100)]
+    assert reads[1] == reads[99] > 0
+    monkeypatch.setattr(episodes, "MOST_PARTS", 100)
+    with pytest.raises(Refused, match="closed from elsewhere 100 times: begin another episode"):
+        stage(100)
+    made.stage("A", 200, make_segment("e1"))
+    made.stage("A", 201, Outcome("e0", True))
+    made.commit()
+    assert [each.success for each in made.index.parts("e0")] == [1] * 100
 
 
 def test_a_part_does_not_take_the_name_of_another_episode(made):
