@@ -164,6 +164,11 @@ class Index:
         for session in sessions:
             self._write("DELETE FROM sessions WHERE session = ?", (session,))
 
+    def drop_archived(self, source: str, begin: int, end: int) -> None:
+        """Forget that episodes which began at these steps may leave the store: they have left it."""
+        left = "SELECT number FROM episodes WHERE source = ? AND first >= ? AND first < ?"
+        self._write(f"DELETE FROM archived WHERE number IN ({left})", (source, begin, end))
+
     def sessions(self) -> dict[str, Session]:
         found = self._get(Session, "1 ORDER BY position")
         for session in found:

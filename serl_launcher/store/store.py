@@ -198,7 +198,7 @@ class Store:
         self._staged_bytes += nbytes
         state.steps += len(segment)
         self.phase_steps[episode.phase] = self.phase_steps.get(episode.phase, 0) + len(segment)
-        self._changed_phases.add(episode.phase)
+        self._phases.add(episode.phase)
         self.episodes.grow(episode, segment)
         if reason := self.limits.broken(segment.columns, segment.start):
             self.episodes.set_aside(segment.episode, reason, state.session, seq)
@@ -321,8 +321,7 @@ class Store:
         self.index.put(*self.lives.changed.values())
         self.index.drop_sessions(self.lives.forgotten)
         self.index.put(*self.episodes.number_revisions())
-        phases = ((phase, self.phase_steps[phase]) for phase in self._changed_phases)
-        self.index.add("phases", *phases, instead="OR REPLACE")
+        self.index.add("phases", *((phase, self.phase_steps[phase]) for phase in self._phases), instead="OR REPLACE")
         self.index.add("outcomes", *((session, seq, *astuple(said)) for session, seq, said in self.episodes.said))
         self.index.add("lost", *self._staged_lost)
         self.index.commit()
@@ -331,7 +330,7 @@ class Store:
 
     def _clear(self) -> None:
         self._staged_bytes, self._staged_lost = 0, []
-        self._changed_phases: set[str] = set()
+        self._phases: set[str] = set()
         self.lives.committed()
         self.episodes.committed()
 
@@ -339,13 +338,14 @@ class Store:
         """Evict the oldest episodes, whole, until the group fits; the new tail is committed and published first."""
         if (least := ring.least_tails()) is None:
             return
-        source = ring.source
+        source, before = ring.source, ring.source.tail
         found = self.index.first_from(source.name, *least)
         source.tail, source.row_tail = found or (source.head, source.row_head)
         if (oldest := self.archive.oldest(source.name)) is not None and oldest[0] < source.tail:
             source.tail, source.row_tail, _ = oldest
         # What is staged is not in this transaction: a tail may move without the group that needs it.
         self.index.put(source)
+        self.index.drop_archived(source.name, before, source.tail)
         self.index.commit()
         self._publish()
 

@@ -203,6 +203,7 @@ class Learner:
         counted = {key: result[key] for key in ("episodes", "distinct_starts", "successes")}
         counted |= self.monitor.value_error(phase.name, result["episodes"])
         self.monitor.write("evaluation", self.state.updates, {"phase": phase.name, **counted})
+        self.counters.starts.clear()  # no later evaluation has these episodes
 
     # -- the server
     def _progress(self) -> Any:

@@ -84,11 +84,13 @@ def test_an_archived_source_lets_nothing_go_before_it_is_exported(tmp_path, blin
     run.episodes("e10", "e11", steps=10)
     with pytest.raises(Full, match="e2 waits"):
         run.episodes("e12", steps=10)
-    run.store.add_archived(range(1, 100))
+    run.store.add_archived([*range(3, 11), 12, 13])
     for i in range(12, 30):
         run.episodes(f"e{i}", steps=10)
-        run.store.add_archived(range(1, 200))
+        run.store.add_archived([run.store.index.episode(f"e{i}").number])
     assert run.store.sources["online"].tail > 100
+    (may_leave,) = run.store.index._db.execute("SELECT min(number) FROM archived").fetchone()
+    assert run.store.index.episode("e15").number < may_leave, "of what has left, nobody asks whether it may"
 
 
 @pytest.mark.slow
