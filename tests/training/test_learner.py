@@ -231,7 +231,8 @@ def test_forged_episodes_neither_change_an_evaluation_nor_end_it(server, live, c
     arm.command("next")
     leave(arm, life)
     found = life.learner.evaluations["evaluate"]
-    assert (found["episodes"], found["successes"]) == (3, 0)
+    assert (found["episodes"], found["successes"], len(found["trials"])) == (3, 0, 3)
+    assert not life.learner.counters.starts, "no later checkpoint carries them on"
 
 
 def test_an_evaluation_by_other_weights_than_the_trained_ones_ends_the_run(tmp_path, spec):
