@@ -175,12 +175,15 @@ def factory(config: DictConfig, name: str, *arguments: Any) -> Callable[..., Any
 def changeable(config: DictConfig, name: str) -> set[str]:
     """Return the full names (`algo.policy.steps`) of the options below `name` that a trained run may change.
 
-    A class names its own in a tuple `changeable`: they cost memory or time, or belong to its sampler alone.
+    A class names its own in a tuple `changeable`, and has those of its bases: rates, schedules and weights of losses,
+    what costs memory or time, and what belongs to its sampler alone. What gives the saved state its meaning is in none:
+    sizes, scales, the discount.
     """
     node = OmegaConf.select(config, name)
     if not isinstance(node, DictConfig):
         return set()
-    of_class = getattr(get_object(node._target_), "changeable", ()) if "_target_" in node else ()
+    kinds = getattr(get_object(node._target_), "__mro__", ()) if "_target_" in node else ()
+    of_class = {option for kind in kinds for option in vars(kind).get("changeable", ())}
     below = (changeable(config, f"{name}.{key}") for key in node)
     return {f"{name}.{option}" for option in of_class}.union(*below)
 

@@ -32,7 +32,7 @@ from serl_launcher.service.access import AllowList, check_address
 from serl_launcher.service.link import report_end
 from serl_launcher.service.sockets import SERVER, socket_folder
 from serl_launcher.sharing import check_user, group_of, take_over
-from serl_launcher.store.creation import check_store
+from serl_launcher.store.creation import capacities_there
 from serl_launcher.store.extras import ANY, with_extras
 from serl_launcher.store.files import make_folder
 from serl_launcher.supervisor import LEARNING, REFUSED, Supervisor, begun_file, killed_with_parent
@@ -74,7 +74,10 @@ def launch(config: DictConfig) -> int:
         check_user(run_dir)
         describe_store(config, plan)
         with suppress(sqlite3.Error):  # of a disk: the server says it
-            check_store(run_dir / "store", plan.capacities)
+            said = plan.capacities
+            for name, steps in capacities_there(run_dir / "store", said).items():
+                if steps != said[name]:
+                    log.info("source %s keeps the %d steps with which this run began, not %d", name, steps, said[name])
         check_resumable(run_dir / "checkpoints", config, plan)
         sign(lock)
         take_over(run_dir, config.share)

@@ -41,6 +41,7 @@ class Algorithm(nn.Module, ABC):
     windows: dict[str, Window]  # name of an update: the columns and steps of its batch
     discount: float = 1.0  # per step
     derived: Mapping[str, Feature] = MappingProxyType({})  # columns that updates compute of steps; see Window
+    changeable: Sequence[str] = ("tau", "augment")  # options that a trained run may change; see config.changeable
     means: Sequence[str] = ()  # names of buffers that are running means over batches: several ranks average them
 
     def __init__(self) -> None:

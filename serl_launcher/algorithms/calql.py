@@ -39,6 +39,8 @@ class CalQL(SAC):
     The other arguments are those of SAC. Raises ConfigError for a negative alpha and for less than one sample.
     """
 
+    changeable = ("cql_alpha", "cql_samples", "calibrated")
+
     def __init__(self, spec: Spec, *, cql_alpha: float, cql_samples: int, calibrated: bool, **sac: Any) -> None:
         if cql_alpha < 0 or cql_samples < 1:
             raise ConfigError(

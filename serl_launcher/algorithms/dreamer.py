@@ -115,7 +115,10 @@ class Dreamer(Algorithm):
     high: Tensor
     controlled: Tensor  # [] int64, updates of the controller
     means = ("low", "high")
-    changeable = ("remembers",)  # see config.changeable
+    changeable = (
+        "remembers", "imagined", "lambda_", "entropy_scale", "replay_value_scale", "slow_share", "slow_every",
+        "range_share",
+    )  # fmt: skip
 
     def __init__(
         self, spec: Spec, *, variant: str, remembers: bool, cameras: Sequence[str], deter: int, hidden: int,

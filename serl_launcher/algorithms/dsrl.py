@@ -70,6 +70,8 @@ class DSRL(ActsByWrapped):
     chunk.
     """
 
+    changeable = ("entropy_per_action",)
+
     def __init__(
         self, spec: Spec, *, noise_policy: Callable[..., GaussianPolicy], reach: float, noise_rows: int | None,
         noise_optimizer: Callable[[nn.Module], Optimizer], initial_temperature: float, entropy_per_action: float,

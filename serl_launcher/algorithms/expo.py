@@ -35,6 +35,8 @@ class EXPO(ActsByCritic):
     The other arguments are those of Parts. Raises ConfigError for a head whose samples are all the same.
     """
 
+    changeable = ("samples", "entropy_per_action")
+
     def __init__(
         self, spec: Spec, *, samples: int, reach: float, hidden: Sequence[int],
         edit_optimizer: Callable[[nn.Module], Optimizer], initial_temperature: float, entropy_per_action: float,

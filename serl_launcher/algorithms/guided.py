@@ -55,7 +55,7 @@ class Guided(ActsByCritic):
     other than 1 with a policy that reads no task, or that never learned without one.
     """
 
-    changeable = ("weight", "task_weight")  # of the sampler alone: see config.changeable
+    changeable = ("weight", "task_weight", "task_drop")
     means = ("acts.size",)
 
     def __init__(self, spec: Spec, *, weight: float, task_weight: float, task_drop: float, **parts: Any) -> None:

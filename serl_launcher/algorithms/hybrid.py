@@ -133,6 +133,8 @@ class Hybrid(SAC):
     to 1, a policy of another kind, and if `augment` is given and the policy reads no images.
     """
 
+    changeable = ("epsilon",)
+
     def __init__(
         self, spec: Spec, *, policy: Callable[[Spec], Policy], critic: Callable[..., Critic],
         grasp_critic: Callable[[ObservationEncoder], GraspCritic], gripper: int | str | None, grasp_penalty: float,

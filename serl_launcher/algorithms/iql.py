@@ -40,6 +40,8 @@ class IQL(ChunkActorCritic):
     Raises ConfigError for other numbers than these.
     """
 
+    changeable = ("expectile", "beta")
+
     def __init__(
         self, spec: Spec, *, expectile: float, beta: float, encoder: Callable[[Spec], ObservationEncoder] | None,
         critic: Callable[..., Critic], critic_optimizer: Callable[[nn.Module], Optimizer], **parts: Any,

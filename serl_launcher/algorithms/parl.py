@@ -37,6 +37,8 @@ class PARL(ActsByCritic):
         temperature of 0 or less, and for a policy that imitates positions.
     """
 
+    changeable = ("samples", "kept", "steps", "step_size", "proposal_noise", "temperature")
+
     def __init__(
         self, spec: Spec, *, samples: int, kept: int, steps: int, step_size: float, proposal_noise: float,
         temperature: float, **parts: Any,

@@ -31,6 +31,8 @@ class QC(ActsByCritic):
     samples, proposal_noise: as in Improved. The other arguments are those of Parts.
     """
 
+    changeable = ("samples", "proposal_noise")
+
     def __init__(self, spec: Spec, *, samples: int, proposal_noise: float, **parts: Any) -> None:
         made = Parts(spec, "qc", **parts)
         super().__init__(made, Improved(made.policy, made.critic, samples=samples, proposal_noise=proposal_noise))
@@ -44,6 +46,8 @@ class FQL(ChunkActorCritic):
     distill_weight: alpha of (2). one_step_optimizer: makes the one-step policy's optimiser.
     The other arguments are those of Parts.
     """
+
+    changeable = ("distill_weight",)
 
     def __init__(
         self, spec: Spec, *, policy: Callable[[Spec], HeadPolicy], distill_weight: float,

@@ -74,7 +74,7 @@ class RECAP(Algorithm):
     Raises ConfigError for numbers out of range, and for a policy that knows tasks of its own.
     """
 
-    changeable, means = ("task_weight",), ("threshold",)
+    changeable, means = ("dropped", "task_weight"), ("threshold",)
     threshold: Tensor  # [], advantage above which a row is positive
     seen: Tensor  # [], batches from which it comes
 

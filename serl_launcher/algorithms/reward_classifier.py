@@ -89,6 +89,8 @@ class RewardClassifier(Algorithm):
     Raises ConfigError for an observation that the robot lacks, for numbers out of range, and where nobody told stages.
     """
 
+    changeable = ("focus",)
+
     def __init__(
         self, spec: Spec, *, stages: int, inputs: Sequence[str] | None, encoder: Callable[[Spec], ObservationEncoder],
         hidden: Sequence[int], optimizer: Callable[[nn.Module], Optimizer],

@@ -58,6 +58,8 @@ class SAC(Algorithm):
     Raises ConfigError for a policy without a density, and if `augment` is given and the policy reads no images.
     """
 
+    changeable = ("learning_rate", "entropy_per_action")
+
     def __init__(
         self, spec: Spec, *, policy: Callable[[Spec], Policy], critic: Callable[..., Critic], discount: float,
         tau: float, learning_rate: float, initial_temperature: float, entropy_per_action: float, backup_entropy: bool,

@@ -42,6 +42,8 @@ class SACPI0(ChunkActorCritic):
     The other arguments are those of Parts; without an `encoder` the critics see the reference's features.
     """
 
+    changeable = ("distill_weight", "entropy_per_action")
+
     def __init__(
         self, spec: Spec, *, distill_weight: float, initial_temperature: float, entropy_per_action: float,
         policy: Callable[[Spec], Policy], encoder: Callable[[Spec], ObservationEncoder] | None,

@@ -30,6 +30,8 @@ class SFT(Algorithm):
     Policy and average share frozen weights. Raises ConfigError if `augment` is given and the policy reads no images.
     """
 
+    changeable = ("ema_decay", "idle_filter")
+
     def __init__(
         self, spec: Spec, *, policy: Callable[[Spec], Policy], optimizer: Callable[[nn.Module], Optimizer],
         ema_decay: float, idle_filter: Mapping[str, Any], augment: Callable[[], Augment] | None,

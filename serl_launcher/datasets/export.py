@@ -24,7 +24,7 @@ from serl_launcher.datasets import recording, shards
 from serl_launcher.datasets.exporter import Exporter
 from serl_launcher.datasets.names import INSTALL, LEFT_OUT, MANIFEST
 from serl_launcher.replay.verdicts import rewards_of_run
-from serl_launcher.service.link import connect, wait_for_spec
+from serl_launcher.service.link import capacities, connect, wait_for_spec
 from serl_launcher.store.index import Index
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of
@@ -126,9 +126,8 @@ def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
         except ConfigError as error:  # pictures for people must not keep episodes in the store
             log.error("%s; nothing is recorded", error)
         run = link.welcome.run if link.welcome else ""
-        exporter = Exporter(
-            run_dir, run, spec, plan.capacities, names, config.export.episodes, made, verdict=plan.verdict
-        )
+        kept = {name: steps for name, steps in capacities(link).items() if name in plan.capacities}
+        exporter = Exporter(run_dir, run, spec, kept, names, config.export.episodes, made, verdict=plan.verdict)
         while client.step(exporter, rest=bool(signalled)):
             if signalled and clock.monotonic() > signalled[0] + FINISH_S:
                 log.warning(

@@ -242,6 +242,8 @@ class Critic(nn.Module):
     Raises ConfigError for numbers of critics below 1, and for a share outside of 0 to 1.
     """
 
+    changeable = ("num_target_critics", "lowest", "std_penalty")  # see config.changeable
+
     def __init__(
         self, spec: Spec, *, encoder: ObservationEncoder, horizon: int, values: Callable[[], Values],
         hidden: Sequence[int], layer_norm: bool, num_critics: int, num_target_critics: int, lowest: float,

@@ -49,7 +49,10 @@ class Optimizer:
     shards refuse none. Raises ConfigError if `rates` has a beginning of no weight's name, and for an unknown rule.
     """
 
-    changeable = ("accumulation",)  # see config.changeable
+    changeable = (  # see config.changeable
+        "learning_rate", "rates", "betas", "weight_decay", "epsilon", "grad_clip_norm", "warmup", "decay", "final",
+        "accumulation",
+    )  # fmt: skip
 
     def __init__(
         self, module: nn.Module, *, learning_rate: float, rates: Mapping[str, float] | None = None,

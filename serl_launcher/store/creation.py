@@ -32,21 +32,14 @@ def is_there(folder: Path) -> bool:
     return False
 
 
-def check_store(folder: Path, capacities: Mapping[str, int]) -> None:
-    """Raise ConfigError if a store lies here and cannot be resumed with these capacities. Changes nothing."""
-    if is_there(folder):
-        with closing(Index(folder / INDEX, read_only=True)) as index:
-            check_capacities(folder, index.sources(), capacities)
-
-
-def check_capacities(folder: Path, sources: Mapping[str, Source], capacities: Mapping[str, int]) -> None:
-    """Raise ConfigError if a source is there with another capacity."""
-    there = {name: sources[name].capacity for name in capacities if name in sources}
-    if there != {name: capacities[name] for name in there}:
-        raise ConfigError(
-            f"the run in {folder.parent} has sources of these capacities: {there}, the plan says "
-            f"{dict(capacities)}. A capacity is for the life of a run: take the old one, or another run_dir"
-        )
+def capacities_there(folder: Path, asked: Mapping[str, int]) -> dict[str, int]:
+    """Return the capacity of each source: what a store that lies here was made with, else what is asked. Changes
+    nothing. Raises ConfigError for a store that cannot be read."""
+    if not is_there(folder):
+        return dict(asked)
+    with closing(Index(folder / INDEX, read_only=True)) as index:
+        there = index.sources()
+    return {name: there[name].capacity if name in there else steps for name, steps in asked.items()}
 
 
 def make_store(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:

@@ -26,7 +26,7 @@ from serl_client.spec import Array, Spec
 
 from serl_launcher.store.archive import Archive
 from serl_launcher.store.aside import LEARNER, SESSION
-from serl_launcher.store.creation import INDEX, check_capacities, is_there, make_store
+from serl_launcher.store.creation import INDEX, is_there, make_store
 from serl_launcher.store.directives import EVALUATE, Directives
 from serl_launcher.store.episodes import Episodes
 from serl_launcher.store.errors import Full, Gap, GroupFailed
@@ -90,8 +90,8 @@ class Store:
     ) -> "Store":  # fmt: skip
         """A new store with these sources (steps per source), or the one that is there, if it is of this Spec.
 
-        Files are allocated in full. Raises ConfigError, naming both, when the Spec or a capacity differs from what
-        is there, or when the disk cannot hold it.
+        Files are allocated in full. Raises ConfigError, naming both, when the Spec differs from what is there, or when
+        the disk cannot hold it.
         """
         if not is_there(folder):
             make_store(folder, spec, capacities)
@@ -106,13 +106,9 @@ class Store:
 
     @classmethod
     def resume(cls, folder: Path, capacities: Mapping[str, int], archived: Collection[str] = ()) -> "Store":
-        """The store that is there, with sources added that it lacks. Raises ConfigError as `create` does."""
+        """The store that is there, with sources added that it lacks; the others keep their capacity. Raises
+        ConfigError as `create` does."""
         store = cls(folder, archived)
-        try:
-            check_capacities(folder, store.sources, capacities)
-        except ConfigError:
-            store.close()
-            raise
         if added := {name: capacities[name] for name in capacities if name not in store.sources}:
             allocate(folder, store.spec, added)
             store.index.put(*(Source(name, capacity) for name, capacity in added.items()))

@@ -109,7 +109,8 @@ class Checkpoints:
     def load(self) -> dict[str, Any] | None:
         """Return the state of the newest whole checkpoint, on the CPU, mapped from its file. None if there is none.
 
-        A state of another config is without its `algorithm`, if that one had made no update.
+        `changed` there says which settings are others now; empty: none. A state of another config is without its
+        `algorithm`, if that one had made no update.
         Raises ConfigError if that one was made with another Spec, config or version of this program. Also if there
         are checkpoints and none is whole, because a run that began again would replace what it had learned.
         """
@@ -120,10 +121,10 @@ class Checkpoints:
                 log.warning("checkpoint %s is broken and skipped: %s", path, error)
                 self._broken.add(path)
                 continue
-            fits = check_fit(path, manifest, self.config, lambda: self._changeable, self.spec)
+            fits, changed = check_fit(path, manifest, self.config, lambda: self._changeable, self.spec)
             plain = torch.load(path / STATE, map_location="cpu", weights_only=True)
             state = _put_back(plain, safetensors.torch.load_file(path / TENSORS))
-            return state if fits else {**state, "algorithm": None}
+            return {**state, "changed": changed} if fits else {**state, "algorithm": None}
         if self._broken:
             raise ConfigError(
                 f"no checkpoint in {self.folder} is whole (see above): bring one back from a backup, or delete the "

@@ -31,6 +31,10 @@ from serl_launcher.types import Batch
 
 log = logging.getLogger(__name__)
 
+OVER = (
+    "; the run is over: a higher bound, such as max_env_steps=, goes on with it, phase=NAME runs that phase again, and "
+    "another run_dir= begins a new one"
+)
 HOPE_S = 60.0  # that an update waits for data that no actor adds now: late records or a label may still come
 FAREWELL_S = 15.0  # how long the actors may take to deliver the rest
 
@@ -62,6 +66,7 @@ class Learner:
         self.publisher = Publisher(run_dir / "weights", ranks, self.server.call, self._patience)
         self.keeper = CheckpointKeeper(checkpoints, checkpoint_s, self._patience)
         self._tracer = Tracer(ranks, sources, self.server.set_aside)
+        self.changes: list[dict[str, Any]] = []  # {updates: at which, what} of settings, over all starts
         self.evaluations: dict[str, dict[str, Any]] = {}  # the newest result of each phase that evaluates
         self._is_starved = False  # an update is due and its sources hold nothing for it: actors may go on at any pace
         self._began = self._fed = clock.monotonic()  # fed: when an update last had its data, or none was due
@@ -261,7 +266,7 @@ class Learner:
             "algorithm": self.ranks.state_dict(), "plan": self.state.state_dict(),
             "sources": self.sources.state_dict(), "torch": torch.get_rng_state(), "command": self.server.newest_command,
             "wall_s": self.wall_s, "phases": list(self.state.plan.phases), "evaluations": self.evaluations,
-            "starts": self.counters.starts, "cost_s": self.keeper.schedule.cost,
+            "starts": self.counters.starts, "cost_s": self.keeper.schedule.cost, "changes": self.changes,
         }  # fmt: skip
 
     def _resume(self, saved: Mapping[str, Any] | None) -> None:
@@ -278,16 +283,25 @@ class Learner:
         self._began -= saved["wall_s"]
         self.keeper.resume(saved.get("cost_s", 0.0))
         self.counters.starts |= saved.get("starts", {})
+        self.changes = list(saved.get("changes", ()))
         if saved["algorithm"] is not None and saved["phases"] == list(self.state.plan.phases):
-            self.state.load_state_dict(saved["plan"], accept=self.accept_plan)
+            edits = self.state.load_state_dict(saved["plan"], accept=self.accept_plan, progress=self._progress())
             self.evaluations = saved["evaluations"]
-            over = "; the run is over: another run_dir= begins a new one" if self.state.at.phase is None else ""
+            over = "" if self.state.at.phase else OVER
             log.info("resumed in phase %s after %d updates%s", self.state.at.phase, self.state.updates, over)
+            self._changed("; ".join([*edits, *filter(None, [saved.get("changed")])]))
         else:
             self.state = PlanState(self.state.plan, self._progress())
             self.state.updates = saved["plan"]["updates"]
             self.server.commands.clear()
             log.info("a new plan begins with what %s had learned", " -> ".join(saved["phases"]))
+
+    def _changed(self, what: str) -> None:
+        """Note, for log, metrics and summary, that settings are others than at the checkpoint."""
+        if what:
+            log.info("changed since the checkpoint (now, then): %s", what)
+            self.changes.append({"updates": self.state.updates, "what": what})
+            self.monitor.write("changed", self.state.updates, {"what": what})
 
     def _show(self, phase: Phase | None) -> None:
         self.monitor.show(

@@ -1,6 +1,5 @@
 """Tracks the phase, what ends it, the next update, when weights are published, the rate limiter (UTD)."""
 
-import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from serl_client.errors import ConfigError
 from serl_client.words import check_choice
 
 from serl_launcher.training.plan import ONCE, OPERATOR, SEEN, UNITS, Actors, Pace, Phase, Plan, Term, Update, parse
+from serl_launcher.training.plan_edits import check_edits, is_raised, plain
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +59,23 @@ class RateLimiter:
 
     Either side may run `tolerance` updates ahead, and always by one step or one update, so that the two never wait for
     each other. If the learner falls behind by more, the excess steps add no tokens: this caps the catching up after a
-    slow stretch or a restart. `uncounted_steps`, the number of such steps, is the only state.
+    slow stretch. `uncounted_steps`, the number of such steps, is the only state. `dropped` are the updates that they
+    would have added.
     """
 
     def __init__(self, pace: Pace | None, uncounted_steps: float) -> None:
-        self.pace, self.uncounted_steps = pace, uncounted_steps
-        self._forgiven, self._report_at = 0.0, 1.0
+        self.pace, self.uncounted_steps, self.dropped = pace, uncounted_steps, 0.0
+        self._owed, self._report_at = 0.0, 1.0
+
+    def resume(self, before: Pace | None, env_steps: int, updates: int) -> None:
+        """Go on where a run was stopped: all updates that its steps were due, by the pace `before`, are made up for.
+        Later steps add tokens by the pace of now."""
+        if self.pace is None:
+            return
+        if before != self.pace:
+            tokens = before.updates_per_step * (env_steps - self.uncounted_steps) if before else updates
+            self.uncounted_steps = env_steps - tokens / self.pace.updates_per_step
+        self._owed = max(0.0, self.pace.updates_per_step * (env_steps - self.uncounted_steps) - updates)
 
     def may_update(self, env_steps: int, updates: int) -> bool:
         """Return whether there is a token for one more update."""
@@ -79,15 +90,17 @@ class RateLimiter:
 
     def _credit(self, pace: Pace, env_steps: int, updates: int) -> float:
         credit = pace.updates_per_step * (env_steps - self.uncounted_steps) - updates
-        excess = credit - (pace.tolerance + 1 + pace.updates_per_step)
+        excess = credit - (pace.tolerance + 1 + pace.updates_per_step + self._owed)
         if excess > 1e-6:
             self.uncounted_steps += excess / pace.updates_per_step
-            self._forgiven += excess
-            if self._forgiven >= self._report_at:
+            self.dropped += excess
+            if self.dropped >= self._report_at:
                 text = "learner too slow: %.0f updates dropped. Lower updates_per_step, or use a faster GPU"
-                log.warning(text, self._forgiven)
-                self._report_at = 2 * self._forgiven
-        return credit - max(0.0, excess)
+                log.warning(text, self.dropped)
+                self._report_at = 2 * self.dropped
+        credit -= max(0.0, excess)
+        self._owed = max(0.0, min(self._owed, credit))
+        return credit
 
 
 @dataclass(slots=True)
@@ -113,6 +126,8 @@ class PlanState:
         """`progress`: what a store that is not empty held when this plan began."""
         self.plan = plan
         self.updates = 0  # made in this run
+        self.ended: dict[str, dict[str, Any]] = {}  # the state_dict of each phase that has ended, as it stood then
+        self._dropped = 0.0  # updates that the learner was too slow for, in the phases that have ended
         self._command: tuple[str, str] | None = None
         self._enter(next(iter(plan.phases)), progress or Progress())
 
@@ -209,6 +224,9 @@ class PlanState:
         if not reason:
             return []
         log.info("phase %s ends after %d updates: %s", self.at.phase, self.at.updates, reason)
+        self._dropped = self.dropped
+        if phase:
+            self.ended[phase.name] = self._position()
         names = list(self.plan.phases)
         after = names[names.index(phase.name) + 1 :] if phase else []
         self._enter({"goto": argument, "stop": None}.get(command, after[0] if after else None), progress)
@@ -229,21 +247,44 @@ class PlanState:
         if number not in self.at.directives:
             self.at.directives.append(number)
 
+    @property
+    def dropped(self) -> float:
+        """The number of updates that steps were due and the learner was too slow for."""
+        return self._dropped + (self.bucket.dropped if self.bucket else 0.0)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain containers, with the phase as it is now, so that a later edit is noticed."""
+        run = {"updates": self.updates, "ended": self.ended, "dropped": self.dropped}
+        return {**self._position(), **run, "phase": plain(self.phase)}
+
+    def _position(self) -> dict[str, Any]:
         uncounted_steps = self.bucket.uncounted_steps if self.bucket else None
-        state = {"at": asdict(self.at), "uncounted_steps": uncounted_steps, "updates": self.updates}
-        return state | {"phase": _plain(self.phase)}
+        return {"at": asdict(self.at), "uncounted_steps": uncounted_steps, "phase": plain(self.phase)}
 
-    def load_state_dict(self, state: Mapping[str, Any], *, accept: bool = False) -> None:
-        """Go on from a checkpoint in the phase of that name.
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, accept: bool = False, progress: Progress | None = None
+    ) -> list[str]:  # fmt: skip
+        """Go on from a checkpoint in the phase of that name, and return what of that phase was edited since.
 
-        Raises ConfigError if the plan has no such phase any more, or if it was edited and `accept` is False.
+        A plan that had ended goes on in the first of its phases whose bound was raised. progress: what the store holds.
+        Raises ConfigError if the plan has no such phase any more, and as `check_edits` does.
         """
+        self.updates, self.ended, self._dropped = state["updates"], state.get("ended", {}), state.get("dropped", 0.0)
+        if state["at"]["phase"] is None:
+            state = next((kept for name, kept in self.ended.items() if self._is_longer(name, kept)), state)
         at = PhasePosition(**{**state["at"], "turn": tuple(state["at"]["turn"])})
-        check_unedited(self.plan, at.phase, state["phase"], accept=accept)
-        self.at, self.updates = at, state["updates"]
+        edits = check_edits(self.plan, at.phase, state["phase"], accept=accept)
+        self.at = at
         self.bucket = self._bucket(state["uncounted_steps"])
+        if self.bucket and progress:
+            before = state["phase"]["pace"]
+            self.bucket.resume(before and Pace(**before), self._env_steps(progress), at.updates)
+        return edits
+
+    def _is_longer(self, name: str, kept: Mapping[str, Any]) -> bool:
+        """Return whether a bound of this phase is higher than when it ended."""
+        then, now = kept["phase"]["until"], self.plan.phases[name].until if name in self.plan.phases else ()
+        return list(now) != then and is_raised(then, now)
 
     def _enter(self, name: str | None, progress: Progress) -> None:
         self.at = PhasePosition(name, {})
@@ -319,28 +360,3 @@ class PlanState:
 
     def _env_steps(self, progress: Progress) -> int:
         return int(self._count("env_steps", progress))
-
-
-def check_unedited(plan: Plan, name: str | None, said: Mapping[str, Any], *, accept: bool) -> None:
-    """Raise ConfigError if the plan lacks the phase that a checkpoint stands in, or says it otherwise, unless `accept`.
-
-    name: of that phase; None: the plan had ended. said: the phase as it was.
-    """
-    if name is None:
-        return
-    check_choice(name, plan.phases, "phase", "the checkpoint stands in a phase that the plan does not have")
-    then, now = _completed(said), _plain(plan.phases[name])
-    edits = [f"{key} was {then.get(key)}, is {now[key]}" for key in now if now[key] != then.get(key)]
-    if edits and not accept:
-        text = "; ".join(edits)
-        raise ConfigError(f"phase {name!r} was edited since the checkpoint ({text}): restore or accept it")
-
-
-def _completed(phase: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a phase as `_plain` gives it, with the defaults of options that it was kept without."""
-    updates = [json.loads(json.dumps(asdict(Update(**update)))) for update in phase["updates"]]
-    return {**phase, "actors": asdict(Actors(**phase["actors"])), "updates": updates}
-
-
-def _plain(phase: Phase | None) -> dict[str, Any]:
-    return json.loads(json.dumps(asdict(phase))) if phase else {}

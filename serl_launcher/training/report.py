@@ -30,7 +30,8 @@ def wilson(successes: int, episodes: int) -> tuple[float, float]:
 
 def write(
     path: Path, *, env_steps: int, episodes: int, assisted: int, updates: int, wall_s: float,
-    evaluations: Sequence[Mapping[str, Any]], weights_sha256: str, curve: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Mapping[str, Any]], weights_sha256: str, curve: Sequence[Mapping[str, Any]], dropped: int = 0,
+    changes: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Write the summary to `path` and learning_curve.png beside it, and return the summary.
 
@@ -39,6 +40,7 @@ def write(
     first of several is of the untrained one. Without any, the file keeps the results of an earlier plan, with the hash
     of its weights. weights_sha256: of the newest weights.
     curve: {env_steps (up to its end), success (None: not judged), return, intervened} of each training episode.
+    dropped: updates that steps were due and the learner was too slow for. changes: {updates, what} of settings.
     """
     results, earlier = [_result(evaluation) for evaluation in evaluations], read(path)
     before = results[0] if len(results) > 1 else earlier.get("before")
@@ -48,6 +50,7 @@ def write(
         "eval": {**results[-1], "weights_sha256": weights_sha256} if results else None,
     }
     counts = {"env_steps": env_steps, "episodes": episodes, "assisted": assisted, "updates": updates}
+    counts |= {"updates_dropped": dropped, "changes": list(changes)}
     counts |= {"wall_s": round(wall_s, 1), "weights_sha256": weights_sha256}
     summary = counts | (measured if results else {name: earlier.get(name) for name in measured})
     with replaced(path) as aside:

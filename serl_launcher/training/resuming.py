@@ -12,10 +12,11 @@ from serl_client.spec import Spec, difference
 
 from serl_launcher.config import changeable, renamed
 from serl_launcher.training.plan import Plan
-from serl_launcher.training.plan_state import check_unedited
+from serl_launcher.training.plan_edits import check_edits
 
 FORMAT = 4  # of the state; 4: tensors lie in a file of their own
 MANIFEST = "manifest.json"
+ADDED = ("batch_size",)  # checkpoints of earlier versions do not tell it
 DAMAGE = (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError)  # what a damaged manifest sets off
 
 
@@ -24,9 +25,14 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("[0-9]*") if path.name.isdecimal())
 
 
-def algorithm_of(config: DictConfig) -> dict[str, Any]:
-    """Return what must be equal when a run resumes, as plain data."""
-    return {"algo": OmegaConf.to_container(config.algo, resolve=True)}
+def kept_settings(config: DictConfig) -> dict[str, Any]:
+    """Return the settings that a checkpoint keeps, as plain data."""
+    return {"algo": OmegaConf.to_container(config.algo, resolve=True), "batch_size": config.batch_size}
+
+
+def free_settings(config: DictConfig) -> set[str]:
+    """Return the full names of those that may change when a run resumes. This imports torch."""
+    return {"batch_size", *changeable(config, "algo")}
 
 
 def check_resumable(folder: Path, config: DictConfig, plan: Plan) -> None:
@@ -35,41 +41,45 @@ def check_resumable(folder: Path, config: DictConfig, plan: Plan) -> None:
     for path in reversed(checkpoints(folder)):
         with suppress(*DAMAGE):
             manifest = json.loads((path / MANIFEST).read_text())
-            fits = check_fit(path, manifest, algorithm_of(config), lambda: changeable(config, "algo"))
+            fits, _ = check_fit(path, manifest, kept_settings(config), lambda: free_settings(config))
             at, phases = manifest.get("plan"), list(plan.only(config.phase).phases)
             if at and fits and at["phases"] == phases:
-                check_unedited(plan, at["phase"], at["said"], accept=config.accept_plan)
+                check_edits(plan, at["phase"], at["said"], accept=config.accept_plan)
             return
 
 
 def check_fit(
-    path: Path, manifest: Mapping[str, Any], config: Mapping[str, Any], changes: Callable[[], Collection[str]],
+    path: Path, manifest: Mapping[str, Any], settings: Mapping[str, Any], may_change: Callable[[], Collection[str]],
     spec: Spec | None = None,
-) -> bool:  # fmt: skip
-    """Return whether a checkpoint is of this config; False only for one that had learned nothing.
+) -> tuple[bool, str]:  # fmt: skip
+    """Return whether a checkpoint is of these settings, False only for one that had learned nothing; and what of them
+    has changed that may, by their full names. spec: the robot's; None: not known yet.
 
-    changes: returns what may differ in it, which takes torch to find out. spec: the robot's; None: not known yet.
     Raises ConfigError for a checkpoint of another version of this program, and for one that does not fit.
     """
     if manifest.get("format") != FORMAT:
         raise ConfigError(f"{path} was made by another version of this program: begin anew with another run_dir")
     other = spec.difference(Spec.from_dict(manifest["spec"])) if spec else ""
-    said = json.loads(json.dumps(config)), renamed(manifest["config"])
-    if differs := difference(*said):
-        free = changes()
-        differs = difference(*(_without(each, free) for each in said))
+    now, then = json.loads(json.dumps(settings)), renamed(manifest["config"])
+    free = may_change() if difference(now, then, ADDED) else ()
+    differs, changed = (difference(*(_part(each, free, among) for each in (now, then)), ADDED) for among in (0, 1))
     for kind, found in (("robot (its Spec)", other), ("algorithm", differs)):
         if found and (other or manifest["updates"]):
             raise ConfigError(
                 f"{path} was made with another {kind}. This run's value, then the checkpoint's: {found}. "
                 "Ask for what the checkpoint has, or begin anew with another run_dir"
             )
-    return not differs
+    return not differs, changed
 
 
-def _without(tree: Any, names: Collection[str], where: str = "") -> Any:
-    """Return a tree of plain data without the entries of these dotted names."""
+def _part(tree: Any, names: Collection[str], among: bool, where: str = "") -> Any:
+    """Return a tree of plain data with the entries of these dotted names alone, or (among: False) without them."""
     if not isinstance(tree, Mapping):
-        return tree
-    kept = {key: (f"{where}{key}", value) for key, value in tree.items() if f"{where}{key}" not in names}
-    return {key: _without(value, names, f"{name}.") for key, (name, value) in kept.items()}
+        return {} if among else tree
+    found = {}
+    for key, value in tree.items():
+        if (name := f"{where}{key}") not in names:
+            found[key] = _part(value, names, among, f"{name}.")
+        elif among:
+            found[key] = value
+    return found

@@ -13,7 +13,7 @@ from serl_client.connection import Connection
 from serl_client.console import Console, console
 from serl_client.spec import Spec
 
-from serl_launcher.config import changeable, factory
+from serl_launcher.config import factory
 from serl_launcher.optim.distributed import World, join
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.service.link import capacities, connect, wait_for_spec
@@ -25,7 +25,7 @@ from serl_launcher.training.learner import Learner
 from serl_launcher.training.metrics import MetricsLog, mirrored
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.ranks import Ranks, launch_ranks
-from serl_launcher.training.resuming import algorithm_of
+from serl_launcher.training.resuming import free_settings, kept_settings
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +76,7 @@ def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, worl
     learner = Learner(
         run_dir=run_dir, link=link, plan=plan, ranks=ranks, sources=sources,
         checkpoints=Checkpoints(
-            run_dir / "checkpoints", spec=spec, config=algorithm_of(config),
-            changeable=changeable(config, "algo"),
+            run_dir / "checkpoints", spec=spec, config=kept_settings(config), changeable=free_settings(config)
         ),
         metrics=MetricsLog(run_dir / "metrics.jsonl"), console=shown, batch_size=config.batch_size,
         checkpoint_s=None if config.checkpoint_s == "auto" else config.checkpoint_s, accept_plan=config.accept_plan,
@@ -133,6 +132,7 @@ def summarise(learner: Learner, run_dir: Path) -> None:
     write = functools.partial(
         report.write, env_steps=counters.env_steps, episodes=len(done), assisted=int((done & ASSISTED > 0).sum()),
         updates=learner.state.updates, wall_s=learner.wall_s, evaluations=evaluations, weights_sha256=version,
+        dropped=round(learner.state.dropped), changes=learner.changes,
         curve=curve(counters, [phase.name for phase in phases if phase.actors.mode == "collect"]),
     )  # fmt: skip
     report.show([write(path) for path in files][-1], evaluated=bool(evaluations))

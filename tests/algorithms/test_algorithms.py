@@ -19,7 +19,7 @@ from serl_client import messages as m
 
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.algorithms.base import Algorithm
-from serl_launcher.config import groups
+from serl_launcher.config import changeable, groups
 from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.store import weights as store
 from serl_launcher.store.extras import with_extras
@@ -276,9 +276,30 @@ def test_every_part_starts_learns_acts_with_what_it_published_and_resumes_bit_by
     assert not act(learner, state).requires_grad
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each not in ("sac", "sft"))) for each in ALGORITHMS]
-)
+EACH = [pytest.param(each, marks=[pytest.mark.slow] * (each not in ("sac", "sft"))) for each in ALGORITHMS]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_run_that_resumes_with_other_rates_and_weights_of_losses_takes_its_state_and_learns_by_these(name):
+    config = small(f"algo={name}")
+    spec, options = with_extras(SPEC, config.extras), changeable(config, "algo") - {"algo.task_weight"}  # needs tasks
+    algorithms = [training.build(config, spec)]
+    for option in options:
+        if isinstance(value := OmegaConf.select(config, option), float):
+            OmegaConf.update(config, option, value / 2)
+    algorithms += [training.build(config, spec), training.build(config, spec)]
+    algorithms[0].set_statistics(FITTED)
+    update(algorithms[0], spec, 1)
+    state = copy.deepcopy(algorithms[0].state_dict())
+    for algorithm in algorithms:
+        algorithm.load_state_dict(state)
+        assert update(algorithm, spec, 2)
+    assert_same(algorithms[1].state_dict(), algorithms[2].state_dict())
+    assert differences(algorithms[0].state_dict(), algorithms[1].state_dict())
+    assert any(option.endswith("learning_rate") for option in options)
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_the_memory_of_every_algorithm_is_counted_for_a_robot_with_one_action(name):
     """torch keeps the value of a fake tensor with one element: what copies it under the memory check fails there."""
     config = small(f"algo={name}")

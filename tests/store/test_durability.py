@@ -28,12 +28,12 @@ def failing(error):
 # -- a store that is made, grows, or is another one
 
 
-def test_another_spec_or_capacity_is_refused_with_both_values(tmp_path):
+def test_another_spec_is_refused_with_both_values_and_a_source_keeps_its_capacity(tmp_path):
     founded(tmp_path).close()
     with pytest.raises(ConfigError, match=r"fps: 10\.0, 30\.0"):
         Store.create(tmp_path / "store", tiny_spec(fps=30.0), {"online": 400})
-    with pytest.raises(ConfigError, match=r"'online': 400.*'online': 500"):
-        Store.create(tmp_path / "store", tiny_spec(), {"online": 500})
+    kept = Store.create(tmp_path / "store", tiny_spec(), {"online": 500, "demo": 50})
+    assert {name: source.capacity for name, source in kept.sources.items()} == {"online": 400, "demo": 50}
 
 
 def test_a_write_of_which_the_disk_takes_a_part_goes_on_where_it_stopped(tmp_path, monkeypatch):

@@ -3,16 +3,17 @@
 import logging
 import os
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from serl_client import ConfigError, Feature
 
-from serl_launcher.config import changeable, composed
+from serl_launcher.config import composed
 from serl_launcher.training.checkpoint import SHARE, Checkpoints, Schedule
 from serl_launcher.training.metrics import MetricsLog, read
+from serl_launcher.training.resuming import free_settings, kept_settings
 from tests.shared.common import CONFIG as CONFIGS
 
 CONFIG = {"algo": {"discount": 0.97, "hidden": (128, 128)}}
@@ -38,7 +39,7 @@ def test_the_newest_comes_back_as_it_was(checkpoints):
         keep(checkpoints, updates=7, state=state(value))
     loaded = checkpoints.load()
     assert torch.equal(loaded["weights"].pop("w"), torch.full((3,), 2.0))
-    assert loaded == {"weights": {}, "generator": {"state": 2**127 + 2}, "names": ["a"]}
+    assert loaded == {"weights": {}, "generator": {"state": 2**127 + 2}, "names": ["a"], "changed": ""}
 
 
 def test_the_last_few_are_kept_and_the_newest_with_which_each_phase_ended(tmp_path, spec):
@@ -131,15 +132,18 @@ def test_another_algorithm_robot_or_version_is_refused_and_both_values_are_named
 
 @pytest.mark.slow
 def test_options_that_a_class_declares_may_change_on_a_trained_run_and_no_others(tmp_path, spec):
-    """The sampler's steps, or parts of a batch; also where the checkpoint was made before they were declared."""
+    """Rates, batches, the sampler's steps; also where the checkpoint was made before they were declared."""
 
     def checkpoints(*words):
         config = composed(CONFIGS, ["learner=true", "plan=hiors", *words])
-        whole = {"algo": OmegaConf.to_container(config.algo)}
-        return Checkpoints(tmp_path, spec=spec, config=whole, changeable=changeable(config, "algo"))
+        return Checkpoints(tmp_path, spec=spec, config=kept_settings(config), changeable=free_settings(config))
 
     keep(checkpoints(), updates=1, state=state(1))
-    assert checkpoints("policy.head.steps=1", "algo.optimizer.accumulation=4").load()
+    changed = checkpoints("policy.head.steps=1", "algo.optimizer.learning_rate=1e-5", "batch_size=9").load()["changed"]
+    assert (
+        re.sub(", [^;]*", "", changed)
+        == "algo.optimizer.learning_rate: 1e-05; algo.policy.head.steps: 1; batch_size: 9"
+    )
     with pytest.raises(ConfigError, match=r"checkpoint's: algo\.policy\.horizon: 4, 8\. Ask"):
         checkpoints("policy.head.steps=1", "policy.horizon=4").load()
 

@@ -14,11 +14,13 @@ from serl_launcher.training.plan_state import PhaseCounts, PlanState, Progress, 
 
 from .plans import PLAN, at, edited, load, practise
 
+LONGER = [text.replace("1000", "2000") for text in PLAN["phases"]["practise"]["until"]]
 
-def resumed(state, mapping=PLAN):
+
+def resumed(state, mapping=PLAN, progress=None):
     """Another life with this plan that goes on from the state's checkpoint."""
     made = PlanState(load(mapping))
-    made.load_state_dict(json.loads(json.dumps(state.state_dict())))
+    made.load_state_dict(json.loads(json.dumps(state.state_dict())), progress=progress)
     return made
 
 
@@ -290,15 +292,48 @@ def test_a_run_resumes_by_name_where_it_stood():
     assert other.phase.name == "evaluate"
 
 
-def test_an_edited_current_phase_is_refused_unless_accepted():
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("until", ["env_steps >= 77"]), ("until", [*LONGER, "updates >= 9"]), ("until", [*LONGER[:2], "operator"]),
+        ("actors.explore", False), ("start_when", "online.steps >= 9"), ("updates", ["update"]),
+    ],
+)  # fmt: skip
+def test_an_edit_of_the_current_phase_is_refused_unless_accepted(key, value):
     saved = at("practise").state_dict()
-    edits = PlanState(load(edited("phases.practise.until", ["env_steps >= 77"])))
-    with pytest.raises(ConfigError, match=r"'practise' was edited .*until was .*1000.* is \['env_steps >= 77'\]"):
+    edits = PlanState(load(edited(f"phases.practise.{key}", value)))
+    what = key.partition(".")[0]
+    with pytest.raises(ConfigError, match=rf"'practise' was edited .*practise\.{what}: .*Say accept_plan=true"):
         edits.load_state_dict(saved)
-    edits.load_state_dict(saved, accept=True)
-    edits.advance(practise(77))
-    assert edits.phase.name == "evaluate"
+    (edit,) = edits.load_state_dict(saved, accept=True)
+    assert edit.startswith(f"practise.{what}: ")
     PlanState(load(edited("phases.clone.until", "updates >= 9"))).load_state_dict(saved)  # another phase is free
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("until", LONGER), ("publish.every_updates", 7), ("pace.updates_per_step", 3), ("pace", "free")],
+)
+def test_a_higher_bound_another_pace_and_publication_need_no_consent_and_are_told(key, value):
+    saved = at("practise").state_dict()
+    (edit,) = PlanState(load(edited(f"phases.practise.{key}", value))).load_state_dict(saved)
+    assert edit.startswith(f"practise.{'publish_every' if 'publish' in key else key.partition('.')[0]}: ")
+
+
+def test_a_plan_that_had_ended_goes_on_in_the_phase_whose_bound_was_raised():
+    state = at("practise", practise(100))
+    train(state, practise(130, online=130))
+    made = state.updates
+    state.advance(practise(1100, online=1000))
+    state.advance(practise(1100, episodes=50, phase="evaluate"))
+    assert state.phase is None
+    assert resumed(state).phase is None
+    longer = resumed(state, edited("phases.practise.until", LONGER), practise(1100, online=1000))
+    assert (longer.phase.name, longer.updates, longer.at.base["env_steps"]) == ("practise", made, 100)
+    assert longer.advance(practise(2099, online=1000)) == []
+    longer.advance(practise(2100, online=1000))
+    assert longer.phase.name == "evaluate"
+    assert resumed(longer, edited("phases.practise.until", LONGER)).phase.name == "evaluate"
 
 
 def test_a_checkpoint_in_a_phase_that_is_gone_is_refused():
@@ -307,10 +342,32 @@ def test_a_checkpoint_in_a_phase_that_is_gone_is_refused():
         PlanState(load(edited("phases.practise", None))).load_state_dict(saved, accept=True)
 
 
-def test_a_restart_far_behind_its_data_does_not_train_for_minutes():
+def test_after_a_restart_all_updates_that_were_due_are_made_up_for_and_later_ones_are_limited_as_before(caplog):
     state = at("practise")
     state.next_update(practise(10, online=10))
-    assert len(train(resumed(state), practise(900, online=900))) <= 2 * 8 + 3
+    ahead = practise(900, online=900)
+    after = resumed(state, progress=ahead)
+    assert len(train(after, ahead)) == 2 * (900 - 10) + 8  # all, and as far ahead as the tolerance
+    assert (after.dropped, caplog.text) == (0, "")
+    slow = practise(1800, online=900)
+    assert len(train(after, slow)) <= 2 * 8 + 3
+    assert after.dropped == resumed(after, progress=slow).dropped > 1700
+    assert "learner too slow" in caplog.text
+
+
+@pytest.mark.parametrize("ratio", [0.5, 3.0])
+def test_with_another_pace_the_steps_before_keep_what_they_were_due_and_later_ones_get_the_new_one(ratio):
+    state = at("practise")
+    state.next_update(begin := practise(10, online=10))
+    train(state, begin)
+    train(state, now := practise(110, online=110))
+    after = resumed(state, edited("phases.practise.pace.updates_per_step", ratio), now)
+    assert after.next_update(now) is None
+    assert len(train(after, practise(210, online=210))) <= 8 * 2 + 3 + ratio
+    made = 0
+    for steps in range(211, 311):
+        made += len(train(after, practise(steps, online=steps)))
+    assert made == pytest.approx(100 * ratio, abs=1)
 
 
 def test_a_finished_plan_stays_finished():

@@ -5,15 +5,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from serl_client.spec import Spec
 
-from serl_launcher.config import changeable, saved
+from serl_launcher.config import saved
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store.index import Index
 from serl_launcher.training.build import build
 from serl_launcher.training.checkpoint import Checkpoints
-from serl_launcher.training.plan_reader import plan_of
+from serl_launcher.training.resuming import free_settings, kept_settings
 from serl_launcher.types import Batch
 
 
@@ -23,8 +22,9 @@ def newest(folder: Path) -> tuple[Any, Spec, Any]:
     manifest = max((folder / "checkpoints").glob("[0-9]*/manifest.json"))
     spec = Spec.from_dict(json.loads(manifest.read_text())["spec"])
     algorithm: Any = build(config, spec)
-    algo: Any = OmegaConf.to_container(config.algo, resolve=True)
-    kept = Checkpoints(manifest.parent.parent, spec=spec, config={"algo": algo}, changeable=changeable(config, "algo"))
+    kept = Checkpoints(
+        manifest.parent.parent, spec=spec, config=kept_settings(config), changeable=free_settings(config)
+    )
     algorithm.load_state_dict((kept.load() or {})["algorithm"])
     return algorithm, spec, config
 
@@ -34,10 +34,10 @@ def trained(folder: Path, update: str, rows: int = 2000) -> tuple[Any, Batch]:
 
     update: whose windows the rows are.
     """
-    algorithm, spec, config = newest(folder)
-    capacities = {name: source.capacity for name, source in plan_of(config).sources.items()}
-    sources = ReplayMixture(folder / "store", spec, capacities, {}, seed=0, derived=algorithm.derived)
-    with closing(Index(folder / "store/index.sqlite")) as index:
+    algorithm, spec, _ = newest(folder)
+    with closing(Index(folder / "store/index.sqlite", read_only=True)) as index:
+        capacities = {name: source.capacity for name, source in index.sources().items()}
+        sources = ReplayMixture(folder / "store", spec, capacities, {}, seed=0, derived=algorithm.derived)
         sources.update(index.catalog(0, 1_000_000)[1])
     batch = sources.sample(rows, algorithm.windows[update], {"eval": 1.0})
     assert batch is not None, f"{folder}: nothing was evaluated"
