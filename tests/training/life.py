@@ -151,11 +151,15 @@ class Life:
 
     def everything(self):
         """All that a resumed run must have in common with one that was never stopped; seconds are its own."""
-        state = self.learner.state.state_dict()
+        state, same = self.learner.state.state_dict(), ("phase", "updates", "turn", "held")
+
+        def at(place):
+            return {**place, "at": {name: place["at"][name] for name in same}}
+
         return {
             "algorithm": self.algorithm.state_dict(), "torch": torch.get_rng_state(),
             "sampler": self.learner.sources.generator.bit_generator.state, "windows": windows(self.learner),
-            "plan": {**state, "at": {name: state["at"][name] for name in ("phase", "updates", "turn", "held")}},
+            "plan": {**at(state), "ended": {name: at(place) for name, place in state["ended"].items()}},
         }  # fmt: skip
 
     def act(self):

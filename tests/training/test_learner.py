@@ -12,6 +12,7 @@ from serl_client.errors import RetakeError
 from serl_launcher.replay.mixture import statistics
 from serl_launcher.store.store import Store
 from serl_launcher.training import learner
+from serl_launcher.training.metrics import read
 from tests.shared.clients import RawActor, push_episodes
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_segment
@@ -114,7 +115,12 @@ def test_an_edit_of_the_current_phase_is_refused_unless_it_is_accepted(server, l
     edited = plan_of(**{**LEARNING, "practise": {**LEARNING["practise"], "until": "updates >= 12"}})
     with pytest.raises(ConfigError, match=r"'practise' was edited.*updates >= 12.*updates >= 24.*accept_plan=true"):
         live(server, edited).run()
-    assert len(live(server, edited, accept_plan=True).run().made) == 8
+    changed = live(server, edited, accept_plan=True).run()
+    assert len(changed.made) == 8
+    (change,) = changed.learner.changes
+    assert (change["updates"], change["what"][:16]) == (10, "practise.until: ")
+    (line,) = [line for line in read(changed.learner.monitor.metrics.path) if line["kind"] == "changed"]
+    assert (line["updates"], line["what"]) == (10, change["what"])
 
 
 @pytest.mark.slow

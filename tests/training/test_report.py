@@ -113,7 +113,7 @@ def ended(run_dir, phases, *, updates, sha256, evaluated=None):
     evaluations = {"evaluate": evaluation(evaluated, 50)} if evaluated is not None else {}
     summarise(SimpleNamespace(
         counters=counters, evaluations=evaluations, wall_s=1.0, publisher=SimpleNamespace(version={"sha256": sha256}),
-        state=SimpleNamespace(plan=plan, updates=updates),
+        state=SimpleNamespace(plan=plan, updates=updates, dropped=2.6), changes=[{"updates": 5, "what": "batch_size"}],
     ), run_dir)  # fmt: skip
     return report.read(run_dir / "summary.json")
 
@@ -124,7 +124,8 @@ def test_every_plan_that_ends_tells_the_run_as_it_is_now(tmp_path):
     assert (first["env_steps"], first["episodes"], first["assisted"], first["eval"]) == (200, 20, 3, None)
     second = ended(tmp_path, CLONE | EVALUATE, updates=2000, sha256="b", evaluated=47)
     assert (second["updates"], second["eval"]["success"], second["eval"]["weights_sha256"]) == (2000, 0.94, "b")
-    assert (second["env_steps"], second["episodes"]) == (200, 20)
+    assert (second["env_steps"], second["episodes"], second["updates_dropped"]) == (200, 20, 3)
+    assert second["changes"] == [{"updates": 5, "what": "batch_size"}]
     assert not (tmp_path / "evaluation.json").exists()
     again = ended(tmp_path, EVALUATE, updates=2000, sha256="b", evaluated=40)
     assert again == second, "another look at the same weights has a file of its own"
