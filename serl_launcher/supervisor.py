@@ -1,4 +1,7 @@
-"""Restarts processes of a run that crash, and says when to give up. The processes die with their parent."""
+"""Restarts processes of a run that crash, and says when to give up. The processes die with their parent.
+
+A signal stops a run: the trainer keeps a checkpoint, and all end. A second signal ends them at once.
+"""
 
 import ctypes
 import logging
@@ -17,6 +20,7 @@ log = logging.getLogger(__name__)
 
 RESTARTS, WITHIN_S = 3, 60.0  # a process is started again at most so often within so many seconds
 FAILURES, FAILING_S = 10, 3600.0  # inference may fail so often within so many seconds, as on a GPU that is broken
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last one is what clusters send before their time is over
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit statuses of a process that others have ended
 REFUSED = 2  # exit status of a process that said in one sentence why it cannot run: another start does not help
 SERVER_BYTES = 40 << 30  # of the server at most: each of 512 connections may announce a frame of 64 MiB
@@ -55,12 +59,12 @@ class Supervisor:
         self._children: dict[str, subprocess.Popen] = {}
         self._spared: set[str] = set()  # that the run goes on without
         self._start_at: dict[str, float] = {}  # when a process that ends again and again is started again
-        self._signalled = False
+        self._signals = 0
 
     def run(self) -> int:
         """Start the processes, and return the exit status of the run when it is over."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: setattr(self, "_signalled", True))
+        for number in STOPS:
+            signal.signal(number, lambda *_: setattr(self, "_signals", self._signals + 1))
         try:
             for name in self._first:
                 self._start(name)
@@ -84,7 +88,8 @@ class Supervisor:
 
     def _look(self) -> int | None:
         """Start again what has ended and may be; return the exit status if the run is over."""
-        if self._signalled:
+        if self._signals:
+            self._keep_checkpoint()
             return 1
         for name, child in list(self._children.items()):
             if (status := child.poll()) is not None and (over := self._ended(name, status)) is not None:
@@ -145,6 +150,16 @@ class Supervisor:
             return f"{FAILURES} times within an hour, and nobody killed it"
         return ""
 
+    def _keep_checkpoint(self) -> None:
+        """Let a trainer that has begun keep a checkpoint and end, unless a second signal comes."""
+        asked, needed = self._signals, [self._children.get(name) for name in ("trainer", "server")]
+        if not self._local or not begun_file("trainer", self._local).exists():
+            return
+        log.info("stopping: the trainer keeps a checkpoint first; a second signal, such as Ctrl-C, ends all at once")
+        stop_file(self._local).touch()
+        while self._signals == asked and all(child is not None and child.poll() is None for child in needed):
+            time.sleep(0.05)
+
     def _finish_export(self) -> None:
         """Let the export process write the last episodes into shards, for a while."""
         child = self._children.get("export")
@@ -154,7 +169,7 @@ class Supervisor:
             log.info("the run is over; the last episodes are brought into datasets")
             child.terminate()
         deadline = time.monotonic() + self._export_s + 30.0  # it stops by itself, after the shard that it is at
-        while child.poll() is None and time.monotonic() < deadline and not self._signalled:
+        while child.poll() is None and time.monotonic() < deadline and not self._signals:
             time.sleep(0.05)
         if child.poll() != 0:
             log.warning("not all episodes are in shards: `tools/data.py export %s` does the rest", self._run_dir)
@@ -192,3 +207,8 @@ def killed_with_parent() -> None:
 def begun_file(name: str, local: str) -> Path:
     """Return the file that says that this process has come as far as its work: it lies beside the server's socket."""
     return Path(local.removeprefix("ipc://")).with_name(f"{name}.begun")
+
+
+def stop_file(local: str) -> Path:
+    """Return the file that asks the trainer to keep a checkpoint and to end, in the same folder."""
+    return begun_file("trainer", local).with_name("stop")

@@ -5,7 +5,7 @@ have changed. It reads the rows themselves from the mapped files.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,15 @@ class Learner:
     link: the connection to the server. sources: the replay buffers, from which batches are drawn.
     batch_size: rows of a batch, of all ranks together, where the plan says no other number.
     checkpoint_s: seconds between two checkpoints; 0: after each update; None: by their size.
-    accept_plan: resume even if the current phase was edited.
+    accept_plan: resume even if the current phase was edited. is_stopped: whether a person or a cluster stops the run.
     """
 
     def __init__(
         self, *, run_dir: Path, link: Connection, plan: Plan, ranks: Ranks, sources: ReplayMixture,
         checkpoints: Checkpoints, metrics: MetricsLog, console: Console, batch_size: int,
-        checkpoint_s: float | None, accept_plan: bool,
+        checkpoint_s: float | None, accept_plan: bool, is_stopped: Callable[[], bool],
     ) -> None:  # fmt: skip
+        self._is_stopped = is_stopped
         self.ranks, self.sources = ranks, sources
         self.batch_size, self.accept_plan = batch_size, accept_plan
         self.counters, self.state = RunCounters(sources), PlanState(plan)
@@ -78,7 +79,8 @@ class Learner:
 
     # -- the loop
     def run(self) -> None:
-        """Train until the plan ends. Then let the actors deliver their last data, and keep a last checkpoint.
+        """Train until the plan ends; then let the actors deliver their last data. Keep a last checkpoint, also of a run
+        that is stopped.
 
         Nothing writes to the run's folder any more when this returns or raises.
         """
@@ -99,14 +101,19 @@ class Learner:
         self._publish()
         self._direct()
         self._fed = clock.monotonic()
-        while self.state.phase is not None:
+        while self.state.phase is not None and not self._is_stopped():
             self._hear()
             self._advance()
             if not self._update():
                 self.server.link.wait(SYNC_S)
             self._tell()
-        self._farewell()
+        if self.state.phase is None:
+            self._farewell()
+        elif self.keeper.schedule.cost >= 1:
+            log.info("keeping a checkpoint, which takes about %.0f s", self.keeper.schedule.cost)
         self.checkpoint()
+        if self.state.phase is not None:
+            log.info("stopped after %d updates: the same command goes on from here", self.state.updates)
 
     def _update(self) -> bool:
         """Make the update that is due. Returns False if none is due, or if its sources hold no data for it."""
@@ -189,7 +196,7 @@ class Learner:
             self._publish()
         elif action == "fit_normalizer":
             assert source is not None
-            await_rows(self.sources, source, self._turn, lambda: bool(self.server.commands))
+            await_rows(self.sources, source, self._turn, lambda: bool(self.server.commands) or self._is_stopped())
             self.ranks.set_statistics(statistics(self.sources, source))
 
     def _turn(self) -> None:

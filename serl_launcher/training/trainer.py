@@ -17,6 +17,7 @@ from serl_launcher.config import factory
 from serl_launcher.optim.distributed import World, join
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.service.link import capacities, connect, wait_for_spec
+from serl_launcher.supervisor import stop_file
 from serl_launcher.training import report
 from serl_launcher.training.build import build, check_memory, device_of, ranks_of, seed
 from serl_launcher.training.checkpoint import Checkpoints
@@ -31,13 +32,13 @@ log = logging.getLogger(__name__)
 
 
 def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:
-    """Run the trainer process of a run; `begun` is never called, because nobody starts a trainer again."""
+    """Run the trainer process of a run. It calls `begun` when it can keep a checkpoint, for which a signal waits."""
     if config.ranks == "auto":
         config.ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else _chosen(config, local)
     if config.ranks * config.nodes > 1 and "RANK" not in os.environ:
         sys.exit(launch_ranks(config, ["serl_launcher.launcher", "trainer", str(run_dir), local]))
     if os.environ.get("RANK", "0") == "0":
-        train(config, run_dir, local, console("learner"))
+        train(config, run_dir, local, console("learner"), begun)
     else:
         obey(config)
 
@@ -51,7 +52,7 @@ def _chosen(config: DictConfig, local: str) -> int:
     return ranks_of(config, spec)
 
 
-def train(config: DictConfig, run_dir: Path, local: str, shown: Console) -> None:
+def train(config: DictConfig, run_dir: Path, local: str, shown: Console, begun: Callable[[], None]) -> None:
     """Run the plan to its end as the only rank, or as rank 0 of several; then write the report."""
     device = device_of(config)
     plan_of(config, _updates(config))  # raises now what would else be found after the wait for an actor
@@ -60,10 +61,19 @@ def train(config: DictConfig, run_dir: Path, local: str, shown: Console) -> None
         spec = wait_for_spec(link, announces=True)
         assert spec is not None
         world.broadcast([OmegaConf.to_container(config), spec.to_dict()])
-        _train(config, run_dir, link, spec, world, shown)
+        learner = _learner(config, run_dir, link, spec, world, shown, stop_file(local).exists)
+        begun()
+        with mirrored(run_dir / "metrics.jsonl", config.log):
+            learner.run()
+            learner.ranks.end()
+            if learner.state.phase is None:
+                summarise(learner, run_dir)
 
 
-def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, world: World, shown: Console) -> None:
+def _learner(
+    config: DictConfig, run_dir: Path, link: Connection, spec: Spec, world: World, shown: Console,
+    is_stopped: Callable[[], bool],
+) -> Learner:  # fmt: skip
     ranks = _ranks(config, spec, world)
     plan = plan_of(config, set(ranks.algorithm.windows)).only(config.phase)
     for note in plan.notes:
@@ -73,18 +83,15 @@ def _train(config: DictConfig, run_dir: Path, link: Connection, spec: Spec, worl
         folder, spec, kept, plan.views, seed=config.seed, device=world.device, verdict=plan.verdict,
         derived=ranks.algorithm.derived,
     )  # fmt: skip
-    learner = Learner(
+    return Learner(
         run_dir=run_dir, link=link, plan=plan, ranks=ranks, sources=sources,
         checkpoints=Checkpoints(
             run_dir / "checkpoints", spec=spec, config=kept_settings(config), changeable=free_settings(config)
         ),
         metrics=MetricsLog(run_dir / "metrics.jsonl"), console=shown, batch_size=config.batch_size,
         checkpoint_s=None if config.checkpoint_s == "auto" else config.checkpoint_s, accept_plan=config.accept_plan,
+        is_stopped=is_stopped,
     )  # fmt: skip
-    with mirrored(run_dir / "metrics.jsonl", config.log):
-        learner.run()
-        ranks.end()
-        summarise(learner, run_dir)
 
 
 def obey(config: DictConfig) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections import Counter, defaultdict
 
@@ -99,6 +100,7 @@ def test_killed_or_interrupted_in_any_process_and_in_all_the_run_goes_on_to_its_
         if isinstance(victims, str):
             interrupt(programs, learner, SIGNALS[victims], left={"actor"})
             interrupt(programs, actor, SIGNALS[victims], left=set())
+            stopped = re.findall(r"stopped after (\d+) updates", programs.said())[-1]
         else:
             programs.kill(*victims)
         if {"trainer", "launcher"} & set(victims):
@@ -106,6 +108,10 @@ def test_killed_or_interrupted_in_any_process_and_in_all_the_run_goes_on_to_its_
             programs.until(lambda: not LEARNER & set(programs.alive()))
         if learner.poll() is not None:
             learner = programs.start("learner", *LONG)
+            if isinstance(victims, str):
+                programs.until(
+                    lambda line=f"resumed in phase practise after {stopped} updates": line in programs.said()
+                )
         if "actor" in victims or actor.poll() is not None:
             actor.wait()
             actor = programs.start("actor", *LONG)

@@ -75,7 +75,7 @@ class Life:
         self._within = False
         for name in ("update", "update_critic"):
             setattr(self.algorithm, name, self._watched(name))
-        arguments = dict(batch_size=16, checkpoint_s=0.0, accept_plan=False)
+        arguments = dict(batch_size=16, checkpoint_s=0.0, accept_plan=False, is_stopped=lambda: False)
         self.learner = Learner(
             run_dir=run_dir, link=Connection(server.local if server else "", m.Hello(m.PROTOCOL, "learner", "trainer")),
             plan=plan, ranks=Ranks(self.algorithm, World(), {}), metrics=MetricsLog(run_dir / "metrics.jsonl"),
