@@ -284,6 +284,7 @@ class Learner:
         self.publisher.version = dict(self.server.link.notice.weights)
         self.ranks.begin(saved and saved["algorithm"])
         if saved is None:
+            self.monitor.metrics.updates = 0  # those of an earlier start are not made again
             return
         self.sources.load_state_dict(saved["sources"])
         torch.set_rng_state(saved["torch"])

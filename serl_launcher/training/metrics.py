@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 class MetricsLog:
     """Appends records {"kind", "time" (seconds since 1970), ...} to a file; each is on disk when the call returns.
 
-    A number that is not finite is written as null, so that any JSON reader accepts the file.
+    A number that is not finite is written as null, so that any JSON reader accepts the file. Of the kind "update" only
+    records with more than `updates` are written: those that are made again after a crash are there already.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,10 +43,18 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         if _is_torn(path):
             self._append("\n")  # a crash tore the last line; the next one begins on its own
-        self._once = {(str(record.get("kind")), str(record["id"])) for record in read(path) if "id" in record}
+        self._once, self.updates = set[tuple[str, str]](), 0
+        for record in read(path):
+            kind, updates = str(record.get("kind")), record.get("updates")
+            if "id" in record:
+                self._once.add((kind, str(record["id"])))
+            if kind == "update" and isinstance(updates, int):
+                self.updates = max(self.updates, updates)
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append one record of plain values."""
+        if kind == "update" and values.get("updates", math.inf) <= self.updates:
+            return
         record = {"kind": kind, "time": round(time.time(), 3), **values}
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value

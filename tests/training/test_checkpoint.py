@@ -158,7 +158,12 @@ def test_metrics_are_continued_and_a_torn_line_costs_only_itself(tmp_path):
     metrics = MetricsLog(path)
     metrics.once("episode", "e0", {"return": 1.0})
     metrics.once("episode", "e1", {"return": 2.0})
-    update, *episodes = read(path)
+    metrics.write("update", {"updates": 7})
+    again = MetricsLog(path)
+    for updates in (6, 7, 8):
+        again.write("update", {"updates": updates})
+    update, *episodes, seventh, eighth = read(path)
+    assert [record["updates"] for record in (seventh, eighth)] == [7, 8]
     assert [(record["kind"], record["id"]) for record in episodes] == [("episode", "e0"), ("episode", "e1")]
     assert (update["kind"], update["loss"], update["bad"], update["time"] > 1.6e9) == ("update", 0.5, None, True)
 
