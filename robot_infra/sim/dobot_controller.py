@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from serl_client.closing import Closing
 
 from robot_infra.drivers import dobot_protocol as p
+from robot_infra.pace import run_first
 from robot_infra.sim.dobot_machine import Machine
 
 STALL = 0.02  # seconds: for longer its own clock stands still, when this process gets no time
@@ -124,6 +125,7 @@ class DobotController(Closing):
     # -- its thread
 
     def _serve(self) -> None:
+        run_first()
         while not self._is_closed:
             sockets = [*self._listeners.values(), *(client.link for client in self._clients.values())]
             with suppress(OSError, ValueError):  # another thread has just cut them

@@ -22,6 +22,8 @@ from pathlib import Path
 from serl_client import clock
 from serl_client.closing import Closing
 
+from robot_infra.pace import run_first
+
 MOTORS = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")  # ids 1 to 6
 ENDS = ((800, 3300), (900, 3200), (900, 3100), (850, 3200), (0, 4095), (2000, 3500))  # of each one's range, steps
 MIDDLE = 2047  # of a turn of 4096 steps
@@ -176,6 +178,7 @@ class FeetechBus(Closing):
                 os.close(descriptor)
 
     def _serve(self) -> None:
+        run_first()
         data = b""
         while self._waker[0] not in (ready := select.select([self._master, self._waker[0]], [], [])[0]):
             if self._master in ready:
