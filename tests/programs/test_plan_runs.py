@@ -204,3 +204,28 @@ def test_each_return_is_told_of_the_candidate_that_acted_and_no_episode_twice(tm
     again = kept(tmp_path)
     assert again["evolution.generation"] == generation, "the new phase saw all episodes again"
     assert [len(each) for each in told] == (again["told"] >= 0).sum(1).tolist()
+
+
+# -- a run whose owner changes their mind
+PRACTICE = [
+    "task=fake", "plan=from_scratch", "algo=sac", "critic.hidden=[16,16]", "policy.hidden=[16,16]", "random_steps=50", "eval_episodes=2",
+    "log=false",
+]  # fmt: skip
+
+
+def test_a_run_that_is_over_is_trained_longer_and_otherwise_and_tells_what_was_changed(tmp_path, caplog):
+    start(tmp_path, [*PRACTICE, "max_env_steps=150", "batch_size=16"])
+    first = summary_of(tmp_path / "summary.json")
+    changed = {"max_env_steps": 250, "batch_size": 8, "algo.learning_rate": 1e-4, "utd": 2}
+    start(tmp_path, [*PRACTICE, *(f"{name}={value}" for name, value in changed.items())])
+    second = summary_of(tmp_path / "summary.json")
+    assert second["env_steps"] - first["env_steps"] == 100
+    assert first["updates"] + 2 * 100 - 64 <= second["updates"] <= first["env_steps"] + 2 * 100 + 64
+    assert second["updates_dropped"] == 0
+    assert second["eval"]["weights_sha256"] == second["weights_sha256"] != first["eval"]["weights_sha256"]
+    (change,) = second["changes"]
+    assert change["updates"] == first["updates"]
+    for text in ("env_steps >= 250", "'updates_per_step': 2", "algo.learning_rate: 0.0001, 0.001", "batch_size: 8, 16"):
+        assert text in change["what"]
+    assert oracle.whole(tmp_path / "store").sources["online"]["capacity"] == 150
+    assert f"changed since the checkpoint (now, then): {change['what']}" in caplog.text
