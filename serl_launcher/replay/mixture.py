@@ -130,10 +130,6 @@ class ReplayMixture:
         steps, episodes = self._sizes[name]
         return steps, episodes
 
-    def has_aside(self, name: str) -> bool:
-        """Return whether the learner has set aside any episode of the sources of this source or view."""
-        return any(is_aside(episode) for part in self.views[name].of for episode in self.held[part].values())
-
     def may_fill(self, name: str) -> bool:
         """Return whether a word of a person may still give a view steps: one of its episodes is aside or not judged."""
         held = (episode for part in self.views[name].of for episode in self.held[part].values())

@@ -62,11 +62,14 @@ def _broken(buffer: ReplayBuffer) -> Iterator[tuple[int, str]]:
 def await_rows(
     sources: ReplayMixture, name: str, turn: Callable[[], None], is_interrupted: Callable[[], bool]
 ) -> None:  # fmt: skip
-    """While all that a source or view holds is set aside, make turns until more comes, or a command."""
+    """While a source or view is empty and a person's word may fill it, make turns until it does, or a command comes."""
     is_told = False
-    while not sources.size(name)[0] and sources.has_aside(name) and not is_interrupted():
+    while not sources.size(name)[0] and sources.may_fill(name) and not is_interrupted():
         if not is_told:
-            log.warning("%s holds nothing but episodes that are set aside, so the learner waits: %s", name, REMEDY)
+            log.warning(
+                "%s holds no step until a person judges its episodes, so the learner waits: tools/label.py EPISODE "
+                "success or failure. One that is set aside is %s", name, REMEDY,
+            )  # fmt: skip
         is_told = True
         turn()
 

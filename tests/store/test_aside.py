@@ -9,6 +9,7 @@ import pytest
 from serl_client import ConfigError, Outcome
 
 from serl_launcher.replay.mixture import ReplayMixture, statistics
+from serl_launcher.replay.views import View
 from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 from tests.shared.common import STATE
@@ -103,6 +104,22 @@ def test_only_an_operator_elsewhere_takes_an_episode_back(store, make_segment, j
     assert [said.judged_by for said in store.index.outcomes("bad.part2")][1] == "operator"
 
 
+def test_a_word_may_fill_a_view_whose_episodes_are_set_aside_or_not_judged(store, spec, make_segment):
+    sources, seen = (
+        ReplayMixture(store.folder, spec, {"online": 400}, {"good": View(("online",), ("successful",))}, seed=0),
+        [],
+    )
+    for record in (
+        make_segment("e", ends="terminated"),
+        Outcome("e", False),
+        changed(make_segment("bad"), "reward", 3e38),
+    ):
+        seen.append(sources.may_fill("good"))
+        stage(store, record)
+        sources.update(store.index.catalog(0, 100)[1])
+    assert (seen, sources.may_fill("good")) == ([False, True, False], True)
+
+
 def test_a_session_of_the_learners_own_name_does_not_stop_its_word(store, make_segment):
     store.lives.hello("arm", "outbox C", "learner", [])
     for episode in ("one", "two"):
@@ -118,7 +135,7 @@ def test_statistics_need_rows_and_take_what_an_operator_has_taken_back(store, sp
     sources.update(store.index.catalog(0, 100)[1])
     with pytest.raises(ConfigError, match="'online' holds no steps yet"):
         statistics(sources, "online")
-    assert sources.has_aside("online")
+    assert sources.may_fill("online")
     stage(store, Outcome("large", True, judged_by="operator"), session="B")
     sources.update(store.index.catalog(0, 100)[1])
     assert statistics(sources, "online")["high"][STATE][0] == 2e6

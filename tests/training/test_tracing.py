@@ -119,7 +119,7 @@ def test_the_rows_that_stand_out_are_blamed_if_the_update_goes_without_them(monk
 def test_while_all_that_a_source_has_is_set_aside_the_learner_waits_for_more_or_for_a_command():
     for sizes, is_interrupted, waits in (([0, 0, 0, 5], False, 3), ([0], True, 0), ([5], False, 0)):
         told, left = [], iter(sizes)
-        sources = SimpleNamespace(size=lambda name, left=left: (next(left), 0), has_aside=lambda name: True)
+        sources = SimpleNamespace(size=lambda name, left=left: (next(left), 0), may_fill=lambda name: True)
         tracing.await_rows(sources, "demo", lambda told=told: told.append(1), lambda is_so=is_interrupted: is_so)
         assert len(told) == waits
 
