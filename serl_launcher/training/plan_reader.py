@@ -45,7 +45,7 @@ def load_plan(mapping: Mapping[str, Any], *, methods: Collection[str] | None, ha
     """
     root = _Node("plan", mapping)
     root.keys(required=("phases",), optional=("sources",))
-    reader = _Reader(*_sources(root.at("sources", {})), methods)
+    reader = _Reader(*_sources(root.at("sources", {})), methods, has_operator)
     phases = {name: reader.phase(name, node) for name, node in root.at("phases").entries()}
     plan = p.Plan(reader.sources | {p.EVAL: _evaluations(root.at("sources", {}))}, reader.views, phases)
     plan = plan if has_operator else _without_operator(plan)
@@ -168,6 +168,7 @@ class _Reader:
     sources: dict[str, p.PlanSource]
     views: dict[str, View]
     methods: Collection[str] | None
+    has_operator: bool
 
     def phase(self, name: str, node: _Node) -> p.Phase:
         learning = ("data", "start_when", "pace", "publish", "on_begin")
@@ -260,6 +261,11 @@ class _Reader:
         """Raise ConfigError if the learner would wait for data that no actor makes, or if nothing can end the phase."""
         if phase.pace and not phase.actors.act:
             raise node.at("pace").error(f"actors in mode {phase.actors.mode!r} make no env steps to keep pace with")
+        if phase.updates and phase.actors.mode == "evaluate":
+            raise node.at("updates").error(
+                "an evaluation counts the episodes of one version of the weights, so nothing trains in it: train in a "
+                "phase of its own, which ends with on_end: [publish], and evaluate in the next one"
+            )
         if phase.start_when is not None:
             terms = self.terms(node.at("start_when"))
             if not phase.actors.act or any(term.name in (p.OPERATOR, p.SEEN, "updates") for term in terms):
@@ -267,7 +273,8 @@ class _Reader:
         until = node.at("until")
         conditions = [self.terms(item) for item in until.items()]
         if not any(all(self.can_be_met(term, phase) for term in terms) for terms in conditions):
-            raise until.error(f"this phase can never end: nothing in it meets [{', '.join(phase.until)}]")
+            alone = "" if self.has_operator else " without an operator"
+            raise until.error(f"this phase can never end{alone}: nothing in it meets [{', '.join(phase.until)}]")
 
     def terms(self, node: _Node) -> tuple[p.Term, ...]:
         terms = p.parse(str(node.value))
@@ -299,7 +306,7 @@ class _Reader:
             p.SEEN: any(update.order == p.ONCE for update in phase.updates),
             "wall_s": True,
             "updates": bool(phase.updates),
-            "interventions": actors.mode == "teleop" or actors.intervene,
+            "interventions": actors.mode == "teleop" or (actors.intervene and self.has_operator),
         }
         return special.get(term.name, actors.act)
 

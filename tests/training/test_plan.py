@@ -98,6 +98,7 @@ def test_a_typo_is_refused_with_its_line_and_the_nearest_right_word(path, value,
         ("phases.demonstrate.until", ["updates >= 9"], "can never end"),
         ("phases.demonstrate.until", ["unassisted_success[5] >= 0.1"], "can never end"),
         ("phases.evaluate.until", ["interventions >= 1"], "can never end"),
+        ("phases.clone.actors", {"mode": "evaluate"}, "nothing trains in it: train in a phase of its own"),
         ("phases.practise.start_when", "seen", "nothing can meet it"),
         ("phases.clone.actors.into", "demo", "make no data"),
         ("phases.evaluate.actors.intervene", True, "takes over in mode 'collect', not in 'evaluate'"),
@@ -162,6 +163,9 @@ def test_an_operator_who_may_take_over_can_end_a_phase_by_it():
         load(plan)
     plan["phases"]["practise"]["actors"]["intervene"] = True
     assert load(plan).phases["practise"].actors.intervene
+    del plan["phases"]["clone"]
+    with pytest.raises(ConfigError, match="can never end without an operator"):
+        load(plan, has_operator=False)
 
 
 def test_an_update_may_have_data_of_its_own():
