@@ -1,21 +1,19 @@
 """Turns an operator's verdict (success or failure) into the reward of an episode's last step. No torch."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError
+from serl_client.limits import LIMIT
 from serl_client.words import check_choice
 
 from serl_launcher.config import saved
 from serl_launcher.replay.views import EpisodeInfo
 
-LARGEST = float(np.finfo(np.float32).max)  # rewards are float32
 WHERE = "task.verdict"
 
 
@@ -49,7 +47,7 @@ class VerdictRewards:
 def rewards_of(config: DictConfig) -> VerdictRewards:
     """Return the rewards that a run's config gives; what it does not name has its default.
 
-    Raises ConfigError for an unknown verdict, and for a reward that is no finite number.
+    Raises ConfigError for an unknown verdict, and for a reward that is no number within LIMIT, as for every reward.
     """
     try:
         said: Any = OmegaConf.select(config, WHERE)
@@ -69,6 +67,6 @@ def rewards_of_run(run_dir: Path) -> VerdictRewards:
 
 def _reward(name: str, value: Any) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or abs(value) > LARGEST:
-        raise ConfigError(f"{WHERE}.{name}={value}: a reward is a finite number, such as 1.0")
+    if not is_number or not abs(value) <= LIMIT:  # NaN is not <= anything
+        raise ConfigError(f"{WHERE}.{name}={value}: a reward is a number from {-LIMIT:.0f} to {LIMIT:.0f}, such as 1.0")
     return float(value)

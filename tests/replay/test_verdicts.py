@@ -227,11 +227,11 @@ def test_whatever_is_said_in_whatever_order_every_row_is_what_the_last_word_make
 @pytest.mark.parametrize(
     ("verdict", "sentence"),
     [
-        ("{success: yes please}", r"task.verdict.success=yes please: a reward is a finite number"),
-        ("{failure: .nan}", r"task.verdict.failure=nan: a reward is a finite number"),
-        ("{failure: -.inf}", r"task.verdict.failure=-inf: a reward is a finite number"),
-        ("{success: 1.0e+39}", r"task.verdict.success=1e\+39: a reward is a finite number"),
-        ("{success: true}", r"task.verdict.success=True: a reward is a finite number"),
+        ("{success: yes please}", r"task.verdict.success=yes please: a reward is a number from -1000000 to 1000000"),
+        ("{failure: .nan}", r"task.verdict.failure=nan: a reward is a number from -1000000 to 1000000"),
+        ("{failure: -.inf}", r"task.verdict.failure=-inf: a reward is a number from -1000000 to 1000000"),
+        ("{success: 1.1e+6}", r"task.verdict.success=1100000.0: a reward is a number from -1000000 to 1000000"),
+        ("{success: true}", r"task.verdict.success=True: a reward is a number from -1000000 to 1000000"),
         ("{sucess: 1.0}", r"task.verdict: no verdict is called 'sucess'; did you mean 'success'\?"),
         ("[1.0, 0.0]", r"task.verdict=\[1.0, 0.0\]: write the rewards of both verdicts"),
     ],
