@@ -132,7 +132,7 @@ def rows(status: ActorStatus, client: TrainerClient, keys: Mapping[str, str], lo
     records, size = client.pending
     return {
         **keys,
-        "phase": f"{status.phase or '-'} ({status.mode})",
+        "phase": f"{status.phase or '-'} ({status.mode})" + f": {status.because}" * bool(status.because),
         "learner": str(lookout),
         "episodes": f"{status.episodes}, {status.steps} steps, now {status.episode or '-'}",
         f"of last {RECENT}": f"success {status.unassisted} unassisted, {status.assisted} assisted",

@@ -98,6 +98,11 @@ class Peer:
         return next((each.full for each in self.incoming.values() if each.full), "")
 
     @property
+    def because(self) -> str:
+        """Why this actor makes no steps now, as it was told; empty when nothing hinders it."""
+        return self.updated.directive.get("because", "") if self.updated else ""
+
+    @property
     def address(self) -> Address:
         return self.socket, self.identity
 

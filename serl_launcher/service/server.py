@@ -219,7 +219,8 @@ class Server:
             return m.Synced(0, [], [], [], False)
         store = self.keeper.ready
         revision, rows, more = page_of(store.index, sync.revision)
-        living = sorted(s.hello.actor for s in self.peers.values() if s.hello.role == "actor")
+        actors = [peer for peer in self.peers.values() if peer.hello.role == "actor"]
+        living = sorted([each.hello.actor, each.because, each.hello.paced] for each in actors)
         heads = {source.name: source.head for source in store.sources.values()}
         return m.Synced(revision, rows, store.index.commands(sync.command), living, more, heads)
 
@@ -243,6 +244,7 @@ class Server:
         others = [other for other in self.peers.values() if other is not peer]
         for s in sorted(others, key=lambda other: other.cost):  # the largest reports are left out
             entry = {"role": s.hello.role, "actor": s.hello.actor, "seen_s": round(now - s.seen, 1)}
+            entry |= {"because": s.because} if s.because else {}
             room -= cost(entry) + s.cost
             clients.append({**(s.report if room > 0 else {"left_out": s.cost}), **entry})
         directive, weights = self.updates.shared()

@@ -21,6 +21,7 @@ UPDATE_S = 1.0
 SILENCE_S = 60.0  # after which the open episode of an actor with a simulated clock is truncated
 MISSING_S = 15.0  # longer than one large record takes over a slow link
 MISSING = 64  # actors that are named as missing: the last ones
+NAMED = 8  # actors that are named as those for whom an evaluation is
 
 
 class StateUpdates:
@@ -52,8 +53,9 @@ class StateUpdates:
     def of(self, peer: Peer) -> m.StateUpdate:
         """Return what is valid for this client now."""
         directive, weights = self.shared()
-        if directive and peer.hello.role == "actor" and not self._is_for(directive["number"], peer):
-            directive = {**directive, "mode": "idle"}
+        if because := self._because(directive, peer):
+            mode = directive["mode"] if self._is_for(directive["number"], peer) else "idle"
+            directive = {**directive, "mode": mode, "because": because}
         return m.StateUpdate(directive, weights, self.step_limit(peer), self._keeper.degraded or peer.waits_for)
 
     def deal(self) -> None:
@@ -67,6 +69,22 @@ class StateUpdates:
 
     def _is_for(self, number: int, peer: Peer) -> bool:
         return self._keeper.store is None or self._keeper.store.directives.is_for(number, peer.hello.actor)
+
+    def _because(self, directive: Mapping[str, Any], peer: Peer) -> str:
+        """Return why this actor makes no steps under this directive; empty: nothing hinders it."""
+        if not directive or peer.owner is None or peer.hello.role != "actor":  # an importer follows no directive
+            return ""
+        if directive.get("mode") == "teleop" and not peer.hello.has_operator:
+            return "it has no operator"
+        if directive.get("policy", "trained") != "trained" and not peer.hello.paced:
+            return "its clock is real, and the actions are random"
+        if not self._is_for(directive["number"], peer):
+            assert self._keeper.store is not None
+            dealt = self._keeper.store.directives.dealt[directive["number"]]
+            others = f" and {len(dealt) - NAMED} others" if len(dealt) > NAMED else ""
+            names = ", ".join(f"{name:.40}" for name in dealt[:NAMED]) or "nobody yet"
+            return f"it came after this evaluation had begun, which is for {names}{others}"
+        return ""
 
     @property
     def here(self) -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from serl_client import clock
+from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.console import Console
 from serl_client.errors import ConfigError, RetakeError
@@ -36,6 +37,7 @@ OVER = (
     "another run_dir= begins a new one"
 )
 HOPE_S = 60.0  # that an update waits for data that no actor adds now: late records or a label may still come
+LONGEST = 1000  # characters of what the learner says it waits for in a status
 FAREWELL_S = 15.0  # how long the actors may take to deliver the rest
 
 
@@ -172,6 +174,7 @@ class Learner:
             self._fed = clock.monotonic()
             self._show(before)  # with the metrics of its last updates
             self.monitor.begin_phase()
+            self.server.presence.begin_phase()
             self.publisher.settle(self.state.updates)  # the next phase begins with what this one published
             if before.actors.mode == "evaluate":
                 self._evaluated(before, directives)
@@ -243,7 +246,10 @@ class Learner:
         """Tell the step limit. Write metrics, console and a checkpoint when they are due."""
         self.director.pace(None if self._is_starved else self.state.step_limit(self._progress()))
         if self.monitor.is_due():
-            self._show(self.state.phase)
+            phase, counts = self.state.phase, self._progress().phases
+            self.server.presence.look(phase, counts[phase.name].env_steps if phase and phase.name in counts else 0)
+            self._show(phase)
+            self.server.link.send(m.Heartbeat({"waits_for": self._waits_for()[:LONGEST]}))
         self.publisher.turn()
         self.keeper.turn(self.state.updates, self._state)
 
@@ -311,10 +317,14 @@ class Learner:
             self.changes.append({"updates": self.state.updates, "what": what})
             self.monitor.write("changed", self.state.updates, {"what": what})
 
+    def _waits_for(self) -> str:
+        lacks_data = "data" if self._is_starved else "nothing"
+        return self.server.presence.lack or self.state.waits_for(self._progress()) or lacks_data
+
     def _show(self, phase: Phase | None) -> None:
         self.monitor.show(
             phase, updates=self.state.updates, refused=self._tracer.look(self.state.updates),
             mode=self.director.body.get("mode"), wall_s=self.wall_s,
-            waits_for=self.state.waits_for(self._progress()) or ("data" if self._is_starved else "nothing"),
+            waits_for=self._waits_for(),
             version=self.publisher.version.get("version", 0), actors=str(self.server.presence),
         )  # fmt: skip

@@ -119,6 +119,11 @@ class Phase:
         """The number of env steps of a phase that collects without updates; None as in `episodes`."""
         return self._bound("env_steps") if self.actors.mode == "collect" and not self.updates else None
 
+    @property
+    def ends_alone(self) -> bool:
+        """Whether time or updates end this phase, whatever its actors do."""
+        return any({term.name for term in parse(text)} <= {"wall_s", "updates"} for text in self.until)
+
     def _bound(self, unit: str) -> int | None:
         """Return the least whole number of this unit that ends the phase alone."""
         terms = [parse(text) for text in self.until]

@@ -312,10 +312,12 @@ def test_idle_stops_the_robot_and_the_stamp_tells_the_directive(env, client):
 
 
 def test_teleop_needs_an_operator(env, spec):
-    client, status = FakeClient(spec, "teleop"), ActorStatus()
-    client.script = {"wait 2": lambda: client.direct("stop", number=2)}
+    client, status, because = FakeClient(spec, "teleop"), ActorStatus(), []
+    client.state.directive["because"] = "it has no operator"
+    client.script = {"wait 2": lambda: (because.append(status.because), client.direct("stop", number=2))}
     run(env, client, status=status)
     assert (client.records, "teleop" in status.warning) == ([], True)
+    assert (because, status.because) == (["it has no operator"], "")
     env, client = CountingEnv(spec, has_operator=True), FakeClient(spec, "teleop")
     run(env, client)
     assert (env.teleops, set(env.actions)) == ([True, True], {None})

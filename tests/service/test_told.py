@@ -20,6 +20,7 @@ BODIES = (
     {"phase": "practise", "mode": "idle", "into": "online"}, {"phase": DATASET, "mode": DATASET, "into": "online"},
     EVALUATION,
 )  # fmt: skip  # 2 to 4; 1 is to practise
+LATE = "it came after this evaluation had begun, which is for arm"
 OURS = {"directive": 4, "phase": "evaluate", "weights": 1}
 
 
@@ -62,7 +63,12 @@ def test_an_evaluation_is_for_those_who_were_there_and_for_others_only_once_all_
     server.direct(EVALUATION)
     stamp = {**OURS, "directive": 2, "ends": "terminated"}
     with RawActor(server.address, spec, "mallory", session="b" * 32, outbox="other") as other:
-        assert other.welcome().state["directive"]["mode"] == "idle"
+        told = other.welcome().state["directive"]
+        assert (told["mode"], told["because"]) == ("idle", LATE)
+        assert server.ask(m.Sync(0, 0)).actors == [["arm/0", "", False], ["mallory", LATE, False]]
+        assert {client["actor"]: client.get("because") for client in server.ask(m.Status()).report["clients"]} == {
+            "arm/0": None, "mallory": LATE,
+        }  # fmt: skip
         other.push(0, *(make_segment(f"m{i}", 0, 0, 1, **stamp) for i in range(47)))
         assert re.search("directive 2, of m0, evaluates: it is for arm, and mallory idles", other.refused())
     with RawActor(server.address, spec, "arm/1", session="c" * 32, outbox="third") as third:
@@ -77,6 +83,24 @@ def test_an_evaluation_is_for_those_who_were_there_and_for_others_only_once_all_
     with RawActor(server.address, spec, "desk", session="d" * 32, outbox="desk") as desk:
         desk.welcome()
         until(lambda: (desk.hear(), desk.link.notice)[1].directive["mode"] == "evaluate")
+
+
+@pytest.mark.parametrize(
+    ("body", "able", "because"),
+    [
+        ({"mode": "teleop"}, {"has_operator": True}, "it has no operator"),
+        ({"mode": "collect", "policy": "random"}, {"paced": True}, "its clock is real, and the actions are random"),
+    ],
+)
+def test_an_actor_that_cannot_do_what_a_phase_wants_is_told_why_and_the_learner_too(serving, act, body, able, because):
+    server = serving()
+    act(server, "able", **able)
+    unable = act(server, "unable", session="b" * 32, outbox="other")
+    server.direct({"phase": "begin", "into": "online", **body})
+    until(lambda: (unable.hear(), unable.link.notice)[1].directive.get("because") == because)
+    assert unable.link.notice.directive["mode"] == body["mode"]
+    known = server.ask(m.Sync(0, 0)).actors
+    assert known == [["able", "", able.get("paced", False)], ["unable", because, False]]
 
 
 NEW = {

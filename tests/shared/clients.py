@@ -25,10 +25,10 @@ class RawActor:
 
     def __init__(
         self, address, spec, name="arm", *, session="a" * 32, outbox="box", earlier=(), paced=False, key=None,
-        protocol=m.PROTOCOL,
+        protocol=m.PROTOCOL, has_operator=False,
     ):  # fmt: skip
         self.session, self.expected, self.acks, self.failed = session, 0, [], []
-        hello = m.Hello(protocol, "actor", name, session, outbox, "", spec.to_dict(), earlier, paced=paced)
+        hello = m.Hello(protocol, "actor", name, session, outbox, "", spec.to_dict(), earlier, paced, has_operator)
         self.link = Connection(address, hello, Key.read(key) if key else None)
 
     def __enter__(self):

@@ -7,11 +7,13 @@ from contextlib import closing
 import numpy as np
 import pytest
 from serl_client import ConfigError, Outcome
+from serl_client import messages as m
+from serl_client.connection import Connection
 from serl_client.errors import RetakeError
 
 from serl_launcher.replay.mixture import statistics
 from serl_launcher.store.store import Store
-from serl_launcher.training import learner
+from serl_launcher.training import learner, presence
 from serl_launcher.training.metrics import read
 from tests.shared.clients import RawActor, push_episodes
 from tests.shared.common import PATIENCE, STATE, until
@@ -162,6 +164,26 @@ def test_a_phase_whose_data_nobody_adds_is_refused_with_its_view(tmp_path, serve
     plan = plan_of(clone=phase(mode=mode, into=into, data={"demo": 0.5, "online": 0.5}, until="updates >= 1"))
     with pytest.raises(ConfigError, match=r"phase clone cannot go on: update .* draws from demo"):
         live(serve(tmp_path / "run", demo=0), plan).run()
+
+
+@pytest.mark.slow
+def test_a_phase_that_no_actor_can_do_says_so_and_is_refused_with_its_name(server, live, join, monkeypatch):
+    monkeypatch.setattr(presence, "SAY_S", 0.1)
+    monkeypatch.setattr(presence, "HOPE_S", 1e9)
+    plan = plan_of(teach=phase(updates=(), mode="teleop", into="demo", until=["demo.episodes >= 99", "operator"]))
+    life, shown = live(server, plan), []
+    life.learner.monitor.console.show = shown.append
+    life.begin()
+    join(server, paced=True, told=False)
+    until(lambda: shown and "arm: it has no operator" in shown[-1]["waits for"])
+    with Connection(server.address, m.Hello(m.PROTOCOL, "viewer", "desk")) as desk:
+        until(lambda: [
+            each for each in desk.call(m.Status(), PATIENCE).report["clients"]
+            if "arm: it has no operator" in each.get("waits_for", "")
+        ])  # fmt: skip
+    monkeypatch.setattr(presence, "HOPE_S", 0.1)
+    with pytest.raises(ConfigError, match=r"phase teach cannot go on without an actor that can do it \(arm: it has no"):
+        life.end()
 
 
 def test_the_pace_is_kept_over_a_restart(live, connect, server):

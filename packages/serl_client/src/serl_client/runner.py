@@ -122,6 +122,7 @@ class _Actor:
         is_new, mode = directive["number"] != status.directive, directive["mode"]
         self._directive = directive
         status.directive, status.phase, status.mode = directive["number"], directive["phase"], mode
+        status.because = directive.get("because", "")
         policy = directive.get("policy", "trained")
         is_wild = self._is_real and policy != "trained"
         able = mode in MODES and policy in self._policies and not is_wild

@@ -15,6 +15,7 @@ class ActorStatus:
     directive: int = 0
     phase: str = ""
     mode: str = "idle"
+    because: str = ""  # why it idles under this directive, which others follow
     # POLICY, HUMAN, WAITING (no action has come), PAUSED (by the operator), IDLE, HOMING (on the way to a start),
     # RESET or FAULT (until the operator says ready), or BEGIN of way_home.py
     driver: str = "IDLE"
