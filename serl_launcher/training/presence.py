@@ -31,7 +31,7 @@ class Presence:
     def __init__(self) -> None:
         self.here: list[str] = []
         self.lack = ""
-        self._actors: list[list[Any]] = []  # as in Synced
+        self._actors: Sequence[Sequence[Any]] = []  # as in Synced
         self._left: dict[str, float] = {}  # name: when (seconds, time.monotonic()), the latest last
         self._gone: dict[str, None] = {}  # names of those that have left the phase under way
         self._lacks = "", 0  # since `_since`: what, and how many steps there were
@@ -54,7 +54,7 @@ class Presence:
         for names in (self._left, self._gone):
             while len(names) > MOST:
                 del names[next(iter(names))]
-        self.here, self._actors = here, list(actors)
+        self.here, self._actors = here, actors
 
     def begin_phase(self) -> None:
         """Forget what the phase before lacked."""
