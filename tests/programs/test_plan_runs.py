@@ -208,8 +208,8 @@ def test_each_return_is_told_of_the_candidate_that_acted_and_no_episode_twice(tm
 
 # -- a run whose owner changes their mind
 PRACTICE = [
-    "task=fake", "plan=from_scratch", "algo=sac", "critic.hidden=[16,16]", "policy.hidden=[16,16]", "random_steps=50", "eval_episodes=2",
-    "log=false",
+    "task=fake", "plan=from_scratch", "algo=sac", "critic.hidden=[16,16]", "policy.hidden=[16,16]",
+    "random_steps=50", "eval_episodes=2", "log=false",
 ]  # fmt: skip
 
 
