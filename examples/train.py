@@ -62,7 +62,7 @@ def run(config: DictConfig) -> int:
     """Run one side; returns the exit status."""
     if config.learner == config.actor:
         raise ConfigError("say which side this is: learner=true or actor=true")
-    keep_private(config.share)
+    keep_private(config.share is not None)
     if config.learner:
         log_as("launcher")
         return launch(config)
@@ -103,8 +103,9 @@ def act_in(config: DictConfig, place: int = 0) -> int:
             judge_by(config.task.judge, env, name=name)
         operator = stages_of(env, keyboard, config.task.stages)
         deadline = deadline_of(config.deadline_s, env.spec.fps, env.clock)
-        folder = writable(Path(str(config.run_dir)) / "actors" / name)
-        take_over(folder, config.share)
+        run_dir = writable(Path(str(config.run_dir)))
+        take_over(run_dir, config.share, is_learner=False)
+        folder = writable(run_dir / "actors" / name)
         with TrainerClient(
             f"tcp://{config.ip}:{config.port}", actor=name, spec=env.spec, outbox=folder / "outbox",
             capacity=int(config.outbox_gb * 1e9), paced=env.clock == "simulated", has_operator=env.has_operator,

@@ -80,7 +80,7 @@ def launch(config: DictConfig) -> int:
                     log.info("source %s keeps the %d steps with which this run began, not %d", name, steps, said[name])
         check_resumable(run_dir / "checkpoints", config, plan)
         sign(lock)
-        take_over(run_dir, config.share)
+        take_over(run_dir, config.share, is_learner=True)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
         log.info("in %s: %s", run_dir, " ".join(config.remembered))
         first = ["server", *children, *([] if "importer" in children else LEARNING)]

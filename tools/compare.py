@@ -12,13 +12,13 @@ import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from serl_client.errors import ConfigError
 
+from serl_launcher.error_log import in_one_sentence
 from serl_launcher.training.report import Z_95, read
 
 FILES = ("evaluation.json", "summary.json")
@@ -31,6 +31,7 @@ class Trial(NamedTuple):
     total: float  # its return
 
 
+@in_one_sentence()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
@@ -38,11 +39,8 @@ def main() -> None:
     options = parser.parse_args()
     if len(options.runs) < 2:
         parser.error("give two runs or more")
-    try:
-        first, *others = [(path, trials(path)) for path in options.runs]
-        found = [{"runs": [str(first[0]), str(path)], **compared(first, (path, tried))} for path, tried in others]
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
+    first, *others = [(path, trials(path)) for path in options.runs]
+    found = [{"runs": [str(first[0]), str(path)], **compared(first, (path, tried))} for path, tried in others]
     print(json.dumps(found) if options.json else "\n\n".join(map(said, found)))
 
 

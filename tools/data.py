@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import logging
 import os
-import sqlite3
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,18 +20,20 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from serl_client.errors import ConfigError, RetakeError
+from serl_client.errors import ConfigError
 
 from serl_launcher.datasets import robomimic, shards
 from serl_launcher.datasets.export import export_run
 from serl_launcher.datasets.inspection import Findings, inspect
 from serl_launcher.datasets.reader import Dataset
+from serl_launcher.error_log import in_one_sentence
 from serl_launcher.sharing import is_shared, keep_private
 
 TELL_S = 2.0  # between two words on how far a merge is
 SHOWN = 3  # places that are named of each finding
 
 
+@in_one_sentence()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -55,22 +56,19 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("serl_launcher.datasets").setLevel(logging.INFO)  # how far it is
     keep_private("run" in options and is_shared(options.run))
-    try:
-        if options.command == "export":
-            print(*export_run(options.run, max(1, options.episodes), options.source), sep="\n")
-            return
-        if options.command == "robomimic":
-            count, steps = robomimic.write(options.run, options.out, options.source, options.like)
-            print(f"{options.out}: {count:,} demonstrations, {steps:,} steps")
-            return
-        if options.command == "check":
-            findings = inspect(options.path, options.frozen)
-            show(options.path, findings)
-            sys.exit(1 if findings.wrong else 0)
-        episodes, frames = merge(options.out, options.shards)
-        print(f"{options.out}: {episodes:,} episodes, {frames:,} frames of {len(options.shards)} datasets")
-    except (RetakeError, OSError, sqlite3.Error) as error:
-        sys.exit(f"error: {error}")
+    if options.command == "export":
+        print(*export_run(options.run, max(1, options.episodes), options.source), sep="\n")
+        return
+    if options.command == "robomimic":
+        count, steps = robomimic.write(options.run, options.out, options.source, options.like)
+        print(f"{options.out}: {count:,} demonstrations, {steps:,} steps")
+        return
+    if options.command == "check":
+        findings = inspect(options.path, options.frozen)
+        show(options.path, findings)
+        sys.exit(1 if findings.wrong else 0)
+    episodes, frames = merge(options.out, options.shards)
+    print(f"{options.out}: {episodes:,} episodes, {frames:,} frames of {len(options.shards)} datasets")
 
 
 def show(path: Path, findings: Findings) -> None:

@@ -18,8 +18,6 @@ the plan takes it through a view with `split: train`.
 """
 
 import argparse
-import sqlite3
-import sys
 from collections.abc import Collection, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -27,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from serl_client.errors import ConfigError, RetakeError
+from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from serl_client.words import check_choice
 from torch import Tensor
 
 from serl_launcher.acting.host import PolicyHost
 from serl_launcher.config import saved
+from serl_launcher.error_log import in_one_sentence
 from serl_launcher.networks.vision import IMAGES
 from serl_launcher.policies.base import Policy
 from serl_launcher.replay.mixture import ReplayMixture
@@ -49,6 +48,7 @@ DRAWN = "drawn"  # the view that the batch comes from
 SEED = 0
 
 
+@in_one_sentence()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run-dir", type=Path, required=True, help="the run's folder; its learner may be running")
@@ -56,10 +56,7 @@ def main() -> None:
     parser.add_argument("--split", choices=SPLITS, help="only the episodes of this split (replay/views.py)")
     parser.add_argument("--windows", type=int, default=256, help="how many windows the batch has (256)")
     options = parser.parse_args()
-    try:
-        print("\n".join(lines(options.run_dir, options.source, options.split, options.windows)))
-    except (RetakeError, OSError, sqlite3.Error) as error:
-        sys.exit(f"error: {error}")
+    print("\n".join(lines(options.run_dir, options.source, options.split, options.windows)))
 
 
 def lines(run_dir: Path, source: str, split: str | None, count: int) -> Iterator[str]:

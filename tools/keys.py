@@ -14,20 +14,21 @@ plan and label any episode besides; a viewer sees the status. See docs/security.
 import argparse
 import fcntl
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import zmq
-from serl_client.errors import ConfigError, RetakeError
+from serl_client.errors import ConfigError
 from serl_client.keys import NAME, ROLES, Key, write_private
 
+from serl_launcher.error_log import in_one_sentence
 from serl_launcher.service.access import AllowList
 
 RESERVED = "server"
 
 
+@in_one_sentence()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("make", "list", "revoke", "unban", "api"))
@@ -37,11 +38,8 @@ def main() -> None:
     options = parser.parse_args()
     if (options.what == "list") != (options.name is None) or (options.what == "make") != (options.role is not None):
         parser.error("make NAME --role ROLE, list, revoke NAME, unban NAME or api NAME")
-    try:
-        with locked(options.keys, options.what == "make"):
-            print(act(options.what, options.keys, options.name, options.role))
-    except (RetakeError, OSError) as error:
-        sys.exit(f"error: {error}")
+    with locked(options.keys, options.what == "make"):
+        print(act(options.what, options.keys, options.name, options.role))
 
 
 def act(what: str, folder: Path, name: str, role: str) -> str:

@@ -11,7 +11,6 @@ ends. A learner with keys takes it with one of the role operator.
 
 import argparse
 import difflib
-import sqlite3
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from pathlib import Path
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 from serl_client.episode import Outcome
-from serl_client.errors import ConfigError, Refused, RetakeError, Timeout, TrainerError
+from serl_client.errors import ConfigError, Refused, Timeout, TrainerError
 from serl_client.keys import Key, known_as
 from serl_client.messages import PROTOCOL, Bye, Hello
 from serl_client.names import cleaned
@@ -27,6 +26,7 @@ from serl_client.reach import explained
 from serl_client.runner import VERDICTS
 from serl_client.spec import Spec
 
+from serl_launcher.error_log import in_one_sentence
 from serl_launcher.sharing import is_shared, keep_private
 from serl_launcher.store.index import Index
 
@@ -37,6 +37,7 @@ MANY = 1000  # among which a misspelt name is looked for
 ENDS = {True: "success", False: "failure", None: "not judged"}
 
 
+@in_one_sentence()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("episode", nargs="?")
@@ -59,8 +60,6 @@ def main() -> None:
         label(f"tcp://{options.ip}:{options.port}", outbox, outcome, key=options.key)
     except TrainerError as error:
         sys.exit(f"error: {explained(error, options.ip, options.port, has_key=options.key is not None)}")
-    except (RetakeError, OSError, sqlite3.Error) as error:
-        sys.exit(f"error: {error}")
     print(f"{options.episode}: {options.verdict}")
 
 

@@ -1,7 +1,6 @@
 """Makes a time-lapse of many episodes in one mp4: one after the other, or several at once in a grid."""
 
 import argparse
-import sys
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -12,8 +11,10 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Array
 
 from serl_launcher.datasets.recording import write_mp4
+from serl_launcher.error_log import in_one_sentence
 
 
+@in_one_sentence()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("inputs", nargs="+", type=Path, help="mp4 files, and folders of them (runs/x/videos)")
@@ -21,10 +22,7 @@ def main() -> None:
     parser.add_argument("--speed", type=positive, default=8, help="show every n-th frame, and each episode's last (8)")
     parser.add_argument("--grid", type=grid, default=(1, 1), help="rows x columns of episodes at once (1x1)")
     options = parser.parse_args()
-    try:
-        print(merge(options.inputs, options.out, speed=options.speed, grid=options.grid))
-    except ConfigError as error:
-        sys.exit(str(error))
+    print(merge(options.inputs, options.out, speed=options.speed, grid=options.grid))
 
 
 def merge(inputs: list[Path], out: Path, *, speed: int, grid: tuple[int, int]) -> str:

@@ -8,8 +8,6 @@ was recorded. It needs the extras `learner` and `sim`, and a machine that can dr
 """
 
 import argparse
-import sqlite3
-import sys
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from itertools import chain, islice, product, repeat
@@ -17,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serl_client.errors import ConfigError, RetakeError
+from serl_client.errors import ConfigError
 from serl_client.spec import Array
 from serl_client.starts import evaluation_seed
 
@@ -26,6 +24,7 @@ from robot_infra.cameras.mujoco import Renderer
 from robot_infra.guard.robot import GuardedRobot
 from robot_infra.tasks.sim_arm import FPS, guarded
 from serl_launcher.datasets.episodes import open_run
+from serl_launcher.error_log import in_one_sentence
 from serl_launcher.training.plan import EVAL
 
 CAMERA = {"name": "picture", "pos": [1.15, -0.75, 0.72], "xyaxes": [0.62, 0.78, 0, -0.32, 0.25, 0.91], "fovy": 34}
@@ -40,6 +39,7 @@ COLOURS = 240  # of a gif, chosen from so many of its frames:
 SAMPLED = 12
 
 
+@in_one_sentence()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the folder of a run that was evaluated twice (plan=quickstart, hiors)")
@@ -48,10 +48,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.4, help="how long the picture is (6.4)")
     options = parser.parse_args()
     out = options.out or options.run / "before_after.gif"
-    try:
-        count = picture(options.run, out, options.size, round(options.seconds * FPS))
-    except (RetakeError, OSError, sqlite3.Error) as error:
-        sys.exit(f"error: {error}")
+    count = picture(options.run, out, options.size, round(options.seconds * FPS))
     print(f"{out}: {count} frames, {out.stat().st_size / 1e6:.1f} MB")
 
 

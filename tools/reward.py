@@ -11,7 +11,6 @@ import argparse
 import base64
 import html
 import io
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,13 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
-from serl_client.errors import RetakeError
+from serl_client.errors import ConfigError
 from serl_client.spec import Array
 
 from robot_infra.classifier_judge import Verdicts
 from serl_launcher.algorithms.reward_classifier import STAGE
 from serl_launcher.datasets.episodes import open_run
+from serl_launcher.error_log import in_one_sentence
 from serl_launcher.replay.views import EpisodeInfo, View
 from serl_launcher.training.report import wilson
 from tools.studies.trained import newest
@@ -143,23 +143,21 @@ def curve(scores: Array, shows: Array) -> str:
     return inline(file.getvalue())
 
 
+@in_one_sentence()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--threshold", type=float, default=0.9, help="task.judge.threshold (0.9)")
     parser.add_argument("--rows", type=int, default=2, help="task.judge.rows (2)")
     options = parser.parse_args()
-    try:
-        if not any((options.run / "checkpoints").glob("[0-9]*/manifest.json")):
-            sys.exit(f"error: no classifier in {options.run}: give the run_dir of plan=reward_classifier")
-        verdicts = Verdicts(threshold=options.threshold, rows=options.rows, stale_s=1.0)
-        episodes = list(judged(options.run, options.threshold))
-        if not episodes:
-            sys.exit(f"error: {options.run} has no judged episode that was held out: give it more episodes")
-        target = options.run / "reward.html"
-        target.write_text(page(episodes, verdicts))
-    except RetakeError as error:
-        sys.exit(f"error: {error}")
+    if not any((options.run / "checkpoints").glob("[0-9]*/manifest.json")):
+        raise ConfigError(f"no classifier in {options.run}: give the run_dir of plan=reward_classifier")
+    verdicts = Verdicts(threshold=options.threshold, rows=options.rows, stale_s=1.0)
+    episodes = list(judged(options.run, options.threshold))
+    if not episodes:
+        raise ConfigError(f"{options.run} has no judged episode that was held out: give it more episodes")
+    target = options.run / "reward.html"
+    target.write_text(page(episodes, verdicts))
     print(target)
 
 

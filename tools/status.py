@@ -14,15 +14,18 @@ from typing import Any
 
 from serl_client import messages as m
 from serl_client.connection import Connection
-from serl_client.errors import ConfigError, TrainerError
+from serl_client.errors import TrainerError
 from serl_client.keys import Key, known_as
 from serl_client.names import cleaned
 from serl_client.reach import explained
+
+from serl_launcher.error_log import in_one_sentence
 
 SILENT_S = 5.0
 KNOWN = ("role", "actor", "seen_s")
 
 
+@in_one_sentence()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ip", default="127.0.0.1")
@@ -38,11 +41,9 @@ def main() -> None:
             report: Any = link.call(m.Status(), timeout=3.0)
             link.send(m.Bye())
             time.sleep(0.05)
-    except ConfigError as error:
-        sys.exit(str(error))
     except TrainerError as error:
-        why = explained(error, options.ip, options.port, has_key=options.key is not None)
-        sys.exit(f"{why}\n{lying(options.run_dir) if options.run_dir else ''}".strip())
+        print(explained(error, options.ip, options.port, has_key=options.key is not None), file=sys.stderr)
+        sys.exit(lying(options.run_dir) if options.run_dir else 1)
     print(json.dumps(report.report, indent=2) if options.json else "\n".join(map(cleaned, lines(report.report))))
 
 

@@ -5,36 +5,34 @@ The learner may be running: what is evicted meanwhile is passed over.
 """
 
 import argparse
-import sqlite3
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from serl_client.errors import ConfigError
 from serl_client.names import cleaned
 from serl_client.spec import Spec
 
+from serl_launcher.error_log import in_one_sentence
 from serl_launcher.store import layout
 from serl_launcher.store.aside import LEARNER, reason_of
-from serl_launcher.store.creation import is_there
-from serl_launcher.store.files import SourceFiles
+from serl_launcher.store.creation import INDEX, is_there
+from serl_launcher.store.files import check_sizes
 from serl_launcher.store.index import Index
 from serl_launcher.store.schema import Source
 
 
+@in_one_sentence()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("show", "verify"))
     parser.add_argument("run", type=Path, help="the run's folder")
     options = parser.parse_args()
     folder = options.run / "store"
-    try:
-        if not is_there(folder):
-            sys.exit(f"there is no store in {options.run}")
-        index = Index(folder / "index.sqlite")
-        bad = {"show": show, "verify": verify}[options.command](folder, index)
-    except (ConfigError, sqlite3.Error, OSError) as error:
-        sys.exit(str(error))
+    if not is_there(folder):
+        raise ConfigError(f"there is no store in {options.run}")
+    bad = {"show": show, "verify": verify}[options.command](folder, Index(folder / INDEX))
     sys.exit(1 if bad else 0)
 
 
@@ -59,7 +57,7 @@ def verify(folder: Path, index: Index) -> int:
     """How many things are not as they were acknowledged; each is said in one sentence."""
     bad = 0
     for sentence in index.damaged_rows():
-        print(cleaned(f"{folder / 'index.sqlite'}: {sentence} is damaged"))
+        print(cleaned(f"{folder / INDEX}: {sentence} is damaged"))
         bad += 1
     for source in index.sources().values():
         if sentences := list(unreadable(folder, index, source)):
@@ -76,13 +74,14 @@ def verify(folder: Path, index: Index) -> int:
 def unreadable(folder: Path, index: Index, source: Source) -> Iterator[str]:
     """Why the steps of a source cannot be looked at."""
     try:
-        files = SourceFiles(folder / source.name, layout.Layout(Spec.from_dict(index.meta("spec")), source.capacity))
+        check_sizes(folder / source.name, layout.Layout(Spec.from_dict(index.meta("spec")), source.capacity))
     except ConfigError as error:
         yield f"source {source.name}: {error}"
         return
-    published = files.published
-    files.close()
-    if published > (known := index.sources()[source.name].head):  # it may have gone on
+    published = int(layout.published(folder / source.name)[1])
+    with closing(Index(folder / INDEX)) as now:  # it may have gone on, also if nobody was there when we began
+        known = now.sources()[source.name].head
+    if published > known:
         yield f"source {source.name}: {published:,} steps were published, and its index knows {known:,}: one is damaged"
 
 

@@ -171,7 +171,7 @@ class _Import:
             if is_machines(error):
                 raise  # the next start tries again
             self._left_out[entry.index] = why = f"{where}: {error}"
-            write_traceback(self._run_dir, f"importer: {where}", error)
+            write_traceback(self._run_dir, f"importer: {where}", error, is_item=True)
             if has_begun:
                 yield Outcome(entry.id, None, discard=True, judged_by=f"{DAMAGED}{why}"[:MAX_NAME])
 

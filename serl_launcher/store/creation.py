@@ -37,7 +37,7 @@ def capacities_there(folder: Path, asked: Mapping[str, int]) -> dict[str, int]:
     nothing. Raises ConfigError for a store that cannot be read."""
     if not is_there(folder):
         return dict(asked)
-    with closing(Index(folder / INDEX, read_only=True)) as index:
+    with closing(Index(folder / INDEX)) as index:
         there = index.sources()
     return {name: there[name].capacity if name in there else steps for name, steps in asked.items()}
 
@@ -47,7 +47,7 @@ def make_store(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
     make_folder(folder)
     making = folder / MAKING
     making.unlink(missing_ok=True)
-    index = Index(making)
+    index = Index(making, writes=True)
     index.set_meta("run", uuid.uuid4().hex)
     index.set_meta("spec", spec.to_dict())
     index.put(*(Source(name, capacity) for name, capacity in capacities.items()))

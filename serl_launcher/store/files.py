@@ -27,15 +27,9 @@ class SourceFiles:
     """The open files of one source."""
 
     def __init__(self, folder: Path, files: Layout) -> None:
-        """Raises ConfigError when a file is not there, or not of the size that it was made with."""
+        """Raises ConfigError as `check_sizes` does."""
         self.layout = files
-        for name, size in (("rows", files.rows_bytes), ("steps", files.steps_bytes), ("published", 16)):
-            found = (folder / name).stat().st_size if (folder / name).exists() else None
-            if found != size:
-                raise ConfigError(
-                    f"{folder / name} should have {size} bytes, not {found}: it was damaged; take a copy of the run's "
-                    "folder, or begin another run_dir"
-                )
+        check_sizes(folder, files)
         self._fds = {name: os.open(folder / name, os.O_RDWR) for name in ("rows", "steps")}
         self._published = layout.published(folder, writable=True)
         self._beside = ThreadPoolExecutor(len(self._fds), f"sync {folder.name}")
@@ -79,13 +73,29 @@ class SourceFiles:
             os.close(fd)
 
 
+def check_sizes(folder: Path, files: Layout) -> None:
+    """Raise ConfigError if a file of a source is not there, or not of the size that it was made with."""
+    for name, size in sizes(files):
+        found = (folder / name).stat().st_size if (folder / name).exists() else None
+        if found != size:
+            raise ConfigError(
+                f"{folder / name} should have {size} bytes, not {found}: it was damaged; take a copy of the run's "
+                "folder, or begin another run_dir"
+            )
+
+
+def sizes(files: Layout) -> tuple[tuple[str, int], ...]:
+    """(name, bytes) of each file of a source."""
+    return ("rows", files.rows_bytes), ("steps", files.steps_bytes), ("published", 16)
+
+
 def allocate(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
     """Make the files of new sources, in full, and say first how large they will be."""
     layouts = {name: Layout(spec, capacity) for name, capacity in capacities.items()}
     log.info("the files of the replay buffer are made in %s: %s", folder, layout.check_space(folder, layouts))
     for name, files in layouts.items():
         (folder / name).mkdir(exist_ok=True)
-        for file, size in (("rows", files.rows_bytes), ("steps", files.steps_bytes), ("published", 16)):
+        for file, size in sizes(files):
             with open(folder / name / file, "wb") as handle:
                 os.posix_fallocate(handle.fileno(), 0, size)
                 os.fsync(handle.fileno())

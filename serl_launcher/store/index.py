@@ -1,4 +1,4 @@
-"""Reads and writes the store's SQLite index: the only commit point. No entry per step; opened by the server alone.
+"""Reads and writes the store's SQLite index: the only commit point. No entry per step; written by the server alone.
 
 What a step's files hold beyond `sources.head` does not exist. A commit of this index is what makes a group of records
 real: head, watermarks (`sessions.expected`), episodes and outcomes change together or not at all.
@@ -6,7 +6,9 @@ real: head, watermarks (`sessions.expected`), episodes and outcomes change toget
 
 import dataclasses
 import json
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -21,36 +23,37 @@ from serl_launcher.store.schema import FORMAT, NUMBERED, SCHEMA, TABLE, TABLES, 
 
 OURS = "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
 TIMED = ("outcomes", "lost", *NUMBERED)  # tables whose last column but the checksum is the time of writing
-DISK = {sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN}
+DISK = {
+    sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_READONLY,
+}  # fmt: skip
+CONNECTION: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
 
 
 class Index:
     """The database of one store. Every method that writes is part of a transaction that `commit` ends."""
 
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        """Open the index, or make it; read_only: nothing is written, whatever a killed learner has left.
+    def __init__(self, path: Path, *, writes: bool = False) -> None:
+        """Open the index to read it, whoever runs or was killed: no file is made. writes: be the server, and make it.
 
-        Raises ConfigError for one that is damaged, and sqlite3.Error when the disk fails. SQLite looks at every page
-        and the type of every value; what the store goes on from has checksums, too, and those of all past episodes are
-        for `damaged_rows`.
+        Raises ConfigError for one that is damaged, OSError for one that is not there or may not be read, and
+        sqlite3.Error when the disk fails. SQLite looks at every page and the type of every value; what the store goes
+        on from has checksums, too, and those of all past episodes are for `damaged_rows`.
         """
-        new = not path.exists()
+        new = writes and not path.exists()
         if not new and path.stat().st_size == 0:
             raise _damaged(path, "it is empty")
         self._path = path
-        log = path.with_name(f"{path.name}-wal")
-        way = "immutable=1" if not log.exists() or log.stat().st_size == 0 else "mode=ro"
-        place = f"{path.absolute().as_uri()}?{way}" if read_only else path
-        self._db = sqlite3.connect(place, isolation_level=None, check_same_thread=False, uri=read_only)
+        self._db = sqlite3.connect(path, **CONNECTION) if writes else _reading(path)
         try:
             with _clear(path):
-                self._begin(new, read_only)
+                self._begin(new, writes)
         except BaseException:
             self._db.close()
             raise
 
-    def _begin(self, new: bool, read_only: bool) -> None:
-        if not read_only:
+    def _begin(self, new: bool, writes: bool) -> None:
+        if writes:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
         if new:
@@ -268,6 +271,24 @@ class Index:
             "SELECT number, name, argument FROM commands WHERE number > ? ORDER BY number LIMIT 100", (since,)
         )
         return [list(row) for row in rows]
+
+
+def _reading(path: Path) -> sqlite3.Connection:
+    """Open an index without making a file beside it, where its reader may not, or changes what he only looks at.
+
+    SQLite reads a database with a log by a map of it, and makes that map where there is none: so it reads a copy then.
+    """
+    log, shared = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
+    if log.exists() and log.stat().st_size and not shared.exists():  # nobody writes: only a part of a folder came here
+        copied = sqlite3.connect(":memory:", **CONNECTION)
+        with tempfile.TemporaryDirectory() as folder, _clear(path):
+            for file in (path, log):
+                shutil.copyfile(file, Path(folder, file.name))
+            with closing(sqlite3.connect(Path(folder, path.name))) as copy:
+                copy.backup(copied)
+        return copied
+    way = "mode=ro" if log.exists() and shared.exists() else "immutable=1"
+    return sqlite3.connect(f"{path.absolute().as_uri()}?{way}", uri=True, **CONNECTION)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class Store:
         if not is_there(folder):
             raise ConfigError(f"there is no store in {folder}")
         self.folder = folder
-        self.index, self.rings = Index(folder / INDEX), dict[str, Ring]()
+        self.index, self.rings = Index(folder / INDEX, writes=True), dict[str, Ring]()
         try:
             self._load(archived)
         except BaseException:

@@ -3,6 +3,7 @@
 import grp
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +17,11 @@ from serl_client.outbox import Outbox
 
 from robot_infra.drivers import owner
 from serl_launcher.sharing import check_user, is_shared, keep_private, take_over
+from serl_launcher.store.creation import check_store
 from serl_launcher.store.store import Store
-from tests.shared.common import ROOT
+from tests.shared.common import ROOT, TOOLS, free_port, until
+from tests.shared.programs import Programs
+from tests.shared.tools import called
 
 NOBODY, OTHERS = 65534, 65533  # user and group
 OPEN = """
@@ -27,7 +31,7 @@ for path in sys.argv[1:]:
         try:
             os.close(os.open(path, getattr(os, f"O_{way}")))
             print(way, os.path.basename(path))
-        except PermissionError:
+        except (PermissionError, IsADirectoryError):
             pass
 """
 SQUAT = """
@@ -38,6 +42,20 @@ if sys.argv[2] == "listens":
     squatter.listen()
 print("taken", flush=True)
 sys.stdin.read()
+"""
+TOOL = """
+import runpy, sys
+sys.stderr = sys.stdout
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+WRITE = """
+import pathlib, sys
+from serl_launcher.store.index import Index
+try:
+    Index(pathlib.Path(sys.argv[1]), writes=True).probe()
+except Exception as error:
+    print(type(error).__name__)
 """
 CONNECT = """
 import sys
@@ -91,7 +109,7 @@ def test_an_older_run_is_its_users_alone_or_read_by_the_group_that_shares_it(pla
     (place / "run/config.yaml").touch()
     files = [path for path in (place / "run").rglob("*") if path.is_file()]
     assert stranger(OPEN, *files).stdout.read().count("RDONLY") == len(files), "before it was taken over"
-    take_over(place / "run", share.gr_name if is_sharing else None)
+    take_over(place / "run", share.gr_name if is_sharing else None, is_learner=True)
     assert is_shared(place / "run") == is_sharing
     keep_private(is_sharing)
     (place / "run/weights").mkdir()
@@ -117,10 +135,86 @@ def test_a_run_of_another_user_is_refused(place):
 
 def test_a_folder_that_holds_no_run_keeps_its_mode_and_a_group_that_is_not_there_is_told(place):
     (place / "thesis").touch()
-    take_over(place, None)
+    take_over(place, None, is_learner=True)
     assert place.stat().st_mode & 0o777 == 0o755
-    with pytest.raises(ConfigError, match=r"share=nobodies: there is no such group.*id -nG"):
-        take_over(place, "nobodies")
+    for share in ("nobodies", 2**32 - 1, -1, True):
+        with pytest.raises(ConfigError, match=rf"share={share}: there is no such group.*`id`"):
+            take_over(place, share, is_learner=True)
+    with pytest.raises(ConfigError, match="holds thesis, which is of no run: choose another run_dir"):
+        take_over(place, OTHERS, is_learner=False)
+    assert place.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("share", [OTHERS, "null"], ids=["shared", "private"])
+def test_what_lies_on_a_robot_pc_is_its_users_or_the_groups_with_the_folders_above_it(place, stranger, share):
+    """Also of an actor that ran there before. The group has a number, and no name."""
+    with closing(Outbox(place / "run/actors/older/outbox", 1 << 20)):
+        pass
+    seen = place / "run/actors/arm", place / "run/actors/older/outbox/lock"
+    with Programs(place) as programs:
+        programs.start("actor", "task=fake", "name=arm", f"share={share}")
+        until((seen[0] / "outbox/lock").exists, why=programs.said)
+    assert stranger(OPEN, *seen, group=1).stdout.read() == ""
+    assert stranger(OPEN, *seen).stdout.read() == ("RDONLY arm\nRDONLY lock\n" if share == OTHERS else "")
+
+
+def test_an_actor_leaves_the_mode_of_a_learners_run_as_it_is(place):
+    (place / "config.yaml").touch()
+    for is_learner, mode in ((False, 0o755), (True, 0o700)):
+        take_over(place, None, is_learner=is_learner)
+        assert place.stat().st_mode & 0o777 == mode
+
+
+@pytest.fixture
+def stored(place, spec, make_segment):
+    """The folder of a run with two episodes, whose index has a log, as a killed learner leaves it."""
+    made = Store.create(place / "live", spec, {"online": 400})
+    made.direct({"into": "online", "phase": "practise"})
+    made.lives.hello("arm", "outbox", "A", [])
+    for number in range(2):
+        made.stage("A", number, make_segment(f"e{number}", number, ends="terminated"))
+    made.commit()
+    shutil.copytree(place / "live", place / "run/store")
+    made.close()
+    (place / "run/config.yaml").touch()
+    return place / "run"
+
+
+def contents(folder):
+    """{file: bytes}; SQLite may correct what it maps its log by, which is no data."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path: path.suffix != ".sqlite-shm" and path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("left", [["-shm", "-wal"], ["-wal"], []], ids=["killed", "copied", "stopped"])
+def test_a_member_of_the_group_reads_a_run_and_nobody_who_reads_it_changes_it(place, stranger, stored, left):
+    if not left:
+        shutil.rmtree(stored / "store")
+        shutil.copytree(place / "live", stored / "store")
+    for ending in {"-shm", "-wal"} - set(left):
+        (stored / f"store/index.sqlite{ending}").unlink(missing_ok=True)
+    take_over(stored, str(OTHERS), is_learner=True)
+    before = contents(stored)
+    for tool, words, said in (
+        ("store", ["verify"], "source online: 8 steps checked\n"), ("data", ["check"], "2 episodes, 8 steps"),
+        ("label", ["--run-dir"], "e1 "),
+    ):  # fmt: skip
+        assert said in stranger(TOOL, TOOLS / f"{tool}.py", *words, stored).stdout.read()
+    assert stranger(WRITE, stored / "store/index.sqlite").stdout.read() == "OperationalError\n", "it is not damaged"
+    check_store(stored / "store", {"online": 400})
+    assert called("store", "verify", stored) == (0, "source online: 8 steps checked\n")
+    assert contents(stored) == before
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [("store", ["show"]), ("data", ["check"]), ("label", ["--run-dir"]), ("keys", ["list", "--keys"]),
+     ("status", [f"--port={free_port()}", "--run-dir"])],
+)  # fmt: skip
+def test_a_tool_says_in_one_sentence_whose_run_it_may_not_read(stranger, stored, tool, words):
+    take_over(stored, None, is_learner=True)
+    *_, said = stranger(TOOL, TOOLS / f"{tool}.py", *words, stored).stdout.read().splitlines()
+    assert re.match(f"error: you may not use {stored}.*: {stored} is of user 0, who alone .*share=GROUP", said)
 
 
 @pytest.mark.parametrize("how", ["listens", "hides"])

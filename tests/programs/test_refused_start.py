@@ -53,7 +53,7 @@ def listening(_):
 
 @contextmanager
 def of_another_format(folder):
-    with closing(Index(folder / "store/index.sqlite")) as index:
+    with closing(Index(folder / "store/index.sqlite", writes=True)) as index:
         index.set_meta("format", 1)
         index.commit()
     yield []

@@ -71,7 +71,7 @@ def test_memory_does_not_grow_with_the_number_of_episodes(tmp_path, monkeypatch)
 
 def test_what_cannot_be_merged_is_said_in_one_sentence(tmp_path, monkeypatch):
     words = "merge_video", tmp_path, "--out", tmp_path / "out.mp4"
-    assert called(*words) == (1, f"no .mp4 in {tmp_path}: evaluated episodes are in a run's folder videos\n")
+    assert called(*words) == (1, f"error: no .mp4 in {tmp_path}: evaluated episodes are in a run's folder videos\n")
     (tmp_path / "torn.mp4").write_bytes(b"\0" * 1000)
     status, said = typed(*words)
     assert (status, said.count("\n")) == (1, 1)

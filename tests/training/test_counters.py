@@ -132,7 +132,7 @@ def test_what_an_actor_itself_discards_is_no_episode_unless_it_is_evaluated(coun
 
 @pytest.mark.parametrize("name", ["e", "\N{GRINNING FACE}" * (MAX_NAME - 6)])
 def test_the_catalog_comes_in_pages_that_fit_into_a_header_and_has_every_episode_once(tmp_path, name):
-    index, heard, revision, more = Index(tmp_path / "index.sqlite"), [], 0, True
+    index, heard, revision, more = Index(tmp_path / "index.sqlite", writes=True), [], 0, True
     index.put(*(
         Episode(
             i, f"{name}{i:06d}", name, "session", name, name, 1, name, 10 * i, 11 * i, "", revision=i, judged_by=name

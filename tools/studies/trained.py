@@ -35,7 +35,7 @@ def trained(folder: Path, update: str, rows: int = 2000) -> tuple[Any, Batch]:
     update: whose windows the rows are.
     """
     algorithm, spec, _ = newest(folder)
-    with closing(Index(folder / "store/index.sqlite", read_only=True)) as index:
+    with closing(Index(folder / "store/index.sqlite")) as index:
         capacities = {name: source.capacity for name, source in index.sources().items()}
         sources = ReplayMixture(folder / "store", spec, capacities, {}, seed=0, derived=algorithm.derived)
         sources.update(index.catalog(0, 1_000_000)[1])
