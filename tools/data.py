@@ -5,7 +5,8 @@ check PATH           a LeRobot dataset, a shard of ours, or a run's folder: blac
                      outcomes, actions, times; `wrong` is what a policy would learn and what never happened, and then
                      the exit status is 1; a `note` is worth knowing, and normal
 merge OUT SHARD...   one LeRobot dataset of several, in that order, in the new folder OUT
-export RUN           whatever the run's store holds and no dataset yet, as LeRobot datasets under RUN/datasets/<source>
+export RUN           whatever the run's store holds and no dataset yet, as LeRobot datasets under RUN/datasets/<source>;
+                     episodes that were left out are tried again
 robomimic RUN OUT    the closed episodes of a run, as the file OUT.hdf5 of robomimic
 """
 

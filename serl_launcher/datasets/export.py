@@ -77,7 +77,9 @@ def _alone(folder: Path) -> IO[str]:
 
 
 def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) -> list[Path]:
-    """Write all episodes in the store of a stopped run into shards. Returns the folders of all its shards.
+    """Write all episodes in the store of a stopped run, and those that were left out, into shards.
+
+    Returns the folders of all its shards.
 
     count: episodes in a shard. sources: export only these; None: all.
     Raises ConfigError if packages or the store are missing, a source is unknown, or another process exports.
@@ -94,7 +96,9 @@ def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) 
         run, spec = index.meta("run"), Spec.from_dict(index.meta("spec"))
         committed = {name: (source.tail, source.head) for name, source in index.sources().items()}
         verdict = rewards_of_run(run_dir)
-        exporter = Exporter(run_dir, run, spec, there, sources or there, count, committed=committed, verdict=verdict)
+        exporter = Exporter(
+            run_dir, run, spec, there, sources or there, count, committed=committed, verdict=verdict, again=True
+        )
         _, rows = index.catalog(0, -1)
         index.close()
         exporter.update(rows)

@@ -5,13 +5,14 @@ writes one shard.
 """
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from serl_client import clock
+from serl_client.console import throttled
 from serl_client.errors import ConfigError, full_disk, is_machines
 from serl_client.spec import Spec
 
@@ -24,10 +25,10 @@ from serl_launcher.replay.views import EpisodeInfo, Held
 from serl_launcher.store.aside import is_aside
 from serl_launcher.store.layout import Layout
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
+VERDICTS = len(shards.VERDICT)  # values of a mark that an operator may change
 TELL_S = 2.0  # seconds between two lines of progress at the end of a run
-QUIET_S = 10.0  # seconds between two log lines about episodes that fail
 Sink = Callable[[EpisodeInfo, Callable[[], Rows], Spec], None]
 
 
@@ -40,7 +41,8 @@ class Exporter:
     raises Gone. A new Exporter shows the episodes again; a sink finds what it made before.
     An episode that fails, whatever the error is, is left out and named in the run's errors.log; the others go on.
     committed: {source: (tail, head)} of the index, for a run whose server is stopped.
-    verdict: rewards of the operator's verdicts.
+    verdict: rewards of the operator's verdicts. again: try the episodes that were left out once more, whatever it was
+    that failed; one that fails again stays as it is.
 
     Raises ConfigError if the folder of datasets holds shards of another run.
     """
@@ -48,7 +50,7 @@ class Exporter:
     def __init__(
         self, run_dir: Path, run: str, spec: Spec, capacities: Mapping[str, int], sources: Iterable[str], count: int,
         sinks: Sequence[Sink] = (), committed: Mapping[str, tuple[int, int]] | None = None,
-        verdict: VerdictRewards | None = None,
+        verdict: VerdictRewards | None = None, again: bool = False,
     ) -> None:  # fmt: skip
         self.folder, self.run, self.spec, self.count, self.sinks = run_dir / "datasets", run, spec, count, list(sinks)
         self.episodes: dict[int, EpisodeInfo] = {}  # in the store, or with work to do on them
@@ -65,23 +67,38 @@ class Exporter:
         self._stale: set[Path] = set()  # shards that differ from the store
         self._unseen: dict[int, None] = {}  # to be shown to the sinks, in this order
         self._written, self._all, self._told = 0, 0, clock.monotonic()
-        self._quiet_until = 0.0
         self._phases: dict[str, int] = {}  # phase -> its first episode
         self._settled: set[int] = set()  # may leave the store, and the server does not know
         self._shard: dict[int, Path] = {}  # episode -> its shard
         self._mark: dict[int, tuple[Any, ...]] = {}  # episode -> shards.mark of its entry there
+        self._kept: dict[int, Path] = {}  # episode that was left out, and is tried again -> the folder of its rows
         self._marks: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # one object for equal marks, to save memory
         shards.clean(self.folder)
-        for name in (*self._pending, LEFT_OUT):
-            for shard in sorted(path for path in (self.folder / name).glob("*") if path.is_dir()):
-                if (shard / MANIFEST).exists():
-                    self._adopt(shard, shards.read_manifest(shard))
-                else:
-                    log.warning("export: %s has no %s: it is not ours and is left alone", shard, MANIFEST)
+        exported: dict[int, tuple[Any, ...]] = {}  # episode -> its length
+        for shard, manifest in chain.from_iterable(map(self._shards_of, self._pending)):
+            self._adopt(shard, manifest)
+            exported |= {entry["number"]: shards.mark(entry)[VERDICTS:] for entry in manifest["episodes"]}
+        for folder, manifest in self._shards_of(LEFT_OUT):
+            [entry] = manifest["left_out"]
+            if exported.get(entry["number"]) == shards.mark(entry)[VERDICTS:]:
+                shards.drop(folder)  # an export was killed that had brought it into a shard
+            elif again and manifest["source"] in self._pending:
+                self._kept[entry["number"]] = folder
+            else:
+                self._adopt(folder, manifest)
+
+    def _shards_of(self, name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yield each shard of a source, or each left-out episode, with its manifest."""
+        for shard in sorted(path for path in (self.folder / name).glob("*") if path.is_dir()):
+            if not (shard / MANIFEST).exists():
+                log.warning("export: %s has no %s: it is not ours and is left alone", shard, MANIFEST)
+                continue
+            manifest = shards.read_manifest(shard)
+            if manifest["run"] != self.run:
+                raise ConfigError(f"{shard} is of run {manifest['run'][:12]}, not of this one: move {self.folder} away")
+            yield shard, manifest
 
     def _adopt(self, shard: Path, manifest: Mapping[str, Any]) -> None:
-        if manifest["run"] != self.run:
-            raise ConfigError(f"{shard} is of run {manifest['run'][:12]}, not of this one: move {self.folder} away")
         for entry in [*manifest["episodes"], *manifest["left_out"]]:
             number, mark = entry["number"], shards.mark(entry)
             self._shard[number], self._mark[number] = shard, self._marks.setdefault(mark, mark)
@@ -132,15 +149,15 @@ class Exporter:
         elif info.discard:
             self._pending[info.source].discard(number)
             self._settled.add(number)
-        elif info.first >= self._readers[info.source].tail:  # else it left the store before there was an export
+        elif number in self._kept or info.first >= self._readers[info.source].tail:  # else it left without an export
             self._settled.discard(number)
             self._pending[info.source].add(number)
 
     def _differs(self, info: EpisodeInfo) -> bool:
         """Return whether its shard would change now: of an episode that left the store, only the verdict can."""
-        there, now, count = self._mark[info.number], shards.mark_now(info), len(shards.VERDICT)
+        there, now = self._mark[info.number], shards.mark_now(info)
         is_there = info.first >= self._readers[info.source].tail
-        return there != now if is_there else there[:count] != now[:count]
+        return there != now if is_there else there[:VERDICTS] != now[:VERDICTS]
 
     @property
     def remaining(self) -> int:
@@ -215,22 +232,20 @@ class Exporter:
 
     def _give_up(self, shard: Path, error: Exception) -> None:
         """Give up the new verdicts of a shard that cannot be made again. Steps that it lacks go into a new one."""
-        self._note("what was judged anew stays as it was", error)
+        self._note("what was judged anew in %s stays as it was", error, shard)
         for number in [number for number, place in self._shard.items() if place == shard]:
-            info, count = self.episodes.get(number), len(shards.VERDICT)
-            if info and self._differs(info) and self._mark[number][count:] != shards.mark_now(info)[count:]:
+            info = self.episodes.get(number)
+            if info and self._differs(info) and self._mark[number][VERDICTS:] != shards.mark_now(info)[VERDICTS:]:
                 del self._shard[number], self._mark[number]
                 self._sort(info)
             else:
                 self._settled.add(number)
 
-    def _note(self, what: str, error: Exception) -> None:
-        """Put the traceback of an error into the run's errors.log, and say it unless one was said just now."""
+    def _note(self, what: str, error: Exception, *names: object) -> None:
+        """Put the traceback of an error into the run's errors.log, and say it; of many of one `what`, it says few."""
         run_dir = self.folder.parent
-        write_traceback(run_dir, f"export: {what}", error)
-        if clock.monotonic() >= self._quiet_until:
-            self._quiet_until = clock.monotonic() + QUIET_S
-            log.error("export: %s: %s (where: %s)", what, first_line(error), run_dir / ERRORS)
+        write_traceback(run_dir, f"export: {what}" % names, error, is_item=True)
+        log.error(f"export: {what}: %s (where: %s)", *names, first_line(error), run_dir / ERRORS)
 
     def _due(self, source: str, pending: list[int], rest: bool) -> list[int]:
         """Return the numbers for the next shard of a source. Fewer than `count` make one at the end of the run, and
@@ -249,7 +264,7 @@ class Exporter:
             except Gone:
                 log.info("export: episode %s left the store before it was recorded", info.id)
             except Exception as error:  # pictures for people must not keep episodes in the store
-                self._note(f"episode {info.id} is not recorded", error)
+                self._note("episode %s is not recorded", error, info.id)
 
     def _write(self, source: str, numbers: Sequence[int]) -> None:
         """Write a new shard. One that fails is halved until it is known which episodes no shard takes."""
@@ -273,7 +288,14 @@ class Exporter:
         Raises OSError if that cannot be written either: then the disk is at fault.
         """
         folder = self.folder / LEFT_OUT / f"{info.number:06d}"
-        part, why = _part(folder), [first_line(error)]
+        was_kept = self._kept.pop(info.number, None)
+        manifest = shards.read_manifest(folder) if was_kept else self._keep(folder, info, first_line(error))
+        self._adopt(folder, manifest)
+        self._note("episode %s is in no dataset, but in %s", error, info.id, folder)
+
+    def _keep(self, folder: Path, info: EpisodeInfo, reason: str) -> dict[str, Any]:
+        """Write the rows of an episode into a folder, and return its manifest."""
+        part, why = _part(folder), [reason]
         shards.remove(part)
         part.mkdir(parents=True)
         try:
@@ -288,8 +310,7 @@ class Exporter:
         manifest = shards.manifest(self.run, info.source, 1, self.spec, [info.phase], None, 0, [], left_out)
         (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
         shards.place(part, folder)
-        self._adopt(folder, manifest)
-        self._note(f"episode {info.id} is in no dataset, but in {folder}", error)
+        return manifest
 
     def _rewrite(self, shard: Path) -> None:
         """Write the next version of a shard: some of its episodes were judged again, or have more steps."""
@@ -335,6 +356,8 @@ class Exporter:
         (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
         shards.place(part, shard)
         self._adopt(shard, manifest)
+        for number in self._kept.keys() & {info.number for info, _ in written}:
+            shards.drop(self._kept.pop(number))
 
     def _tell(self, counts: bool) -> None:
         self._written += counts
@@ -345,10 +368,13 @@ class Exporter:
     def _rows(
         self, shard: Path, info: EpisodeInfo, before: Mapping[str, Any] | None, again: list[int]
     ) -> Rows | None:  # fmt: skip
-        """Read an episode from the store, else from the version before. None if neither holds it."""
+        """Read an episode from the store, else from the version before, or from where it was left out. None if none of
+        these holds it."""
         try:
             return self._readers[info.source].rows(info)
         except Gone:
+            if info.number in self._kept:
+                return shards.kept(self._kept[info.number], info, self.spec)
             numbers = [entry["number"] for entry in before["episodes"]] if before else []
             if info.number not in numbers:
                 log.warning("export: episode %s left the store before it was in a shard", info.id)

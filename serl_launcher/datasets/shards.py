@@ -113,11 +113,26 @@ def write(
 def keep(part: Path, rows: Rows) -> None:
     """Write each column of an episode into the folder `part` as a NumPy file. Nothing is synced yet."""
     for name, array in rows.items():
-        with open(part / f"{name.replace('/', '.')}.npy", "wb") as file:
+        with open(_column_file(part, name), "wb") as file:
             header = {"descr": array.dtype.str, "fortran_order": False, "shape": array.shape}
             np.lib.format.write_array_header_1_0(file, header)
             for row in array:
                 file.write(np.asarray(row).tobytes())
+
+
+def kept(folder: Path, info: EpisodeInfo, spec: Spec) -> Rows:
+    """Read what `keep` wrote, as EpisodeReader.rows; images are mapped. info: of the episode, gives its last row.
+
+    Raises OSError or ValueError if a column is missing or damaged.
+    """
+    names = *spec.observation, "action", *spec.extras, *STORED
+    rows: Rows = {name: np.load(_column_file(folder, name), mmap_mode="c") for name in names}
+    end(rows, info)
+    return rows
+
+
+def _column_file(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace('/', '.')}.npy"
 
 
 def verify(part: Path, spec: Spec, written: Sequence[tuple[EpisodeInfo, Rows]]) -> None:

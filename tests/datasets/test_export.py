@@ -11,13 +11,13 @@ import pytest
 from serl_client import Outcome, Spec
 from serl_client.errors import ConfigError
 
-from serl_launcher.datasets import episodes, export, exporter, shards
+from serl_launcher.datasets import episodes, export, exporter
 from serl_launcher.datasets.export import export_run
 from serl_launcher.datasets.exporter import Exporter
 from serl_launcher.store.layout import published
 from tests.shared.common import STATE, TOOLS
 
-from .exporting import CAMERA, Run, Silent, exported, needs_lerobot, segment
+from .exporting import CAMERA, Run, exported, needs_lerobot, segment
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.slow, needs_lerobot]
 
@@ -281,103 +281,6 @@ def test_shards_of_another_run_are_not_touched(tmp_path, blind):
     exported(tmp_path, blind)
     with pytest.raises(ConfigError, match="not of this one: move"):
         Exporter(tmp_path, "f" * 32, blind, {"online": 400}, ["online"], 2)
-
-
-def test_an_episode_that_no_shard_takes_is_kept_beside_them_and_the_rest_goes_on(tmp_path, blind, monkeypatch):
-    """Here its shard reads back otherwise. Its archived source empties all the same, in this life and in the next."""
-    run = Run(tmp_path, blind, capacity=100, archived=["online"], count=4)
-    write = shards.write
-
-    def swapped(part, spec, codec, episodes):
-        made = write(part, spec, codec, episodes)
-        for info, columns in made:
-            columns["intervened"] = columns["intervened"] ^ (info.id == "e2")
-        return made
-
-    monkeypatch.setattr(shards, "write", swapped)
-    run.episodes("e0", "e1", "e2", "e3")
-    run.work()
-    assert run.shards() == ["000001-000002", "000004-000004"]
-    assert run.shards("left_out") == ["000003"]
-    [entry] = run.manifest("000003", "left_out")["left_out"]
-    assert entry["id"] == "e2"
-    assert "column intervened of e2 differs from the store" in entry["why"]
-    kept = np.load(tmp_path / "datasets/left_out/000003/action.npy")
-    assert np.array_equal(kept, segment(blind, "e2").action)
-    told = (tmp_path / "errors.log").read_text()
-    assert "export: episode e2 is in no dataset" in told
-    assert "Traceback" in told
-    assert run.exporter.settled == [1, 2, 3, 4]
-    run.exporter = run.started()
-    assert run.work() == 0
-    assert run.exporter.settled == [1, 2, 3, 4]
-    assert run.judge("e2", True) == 0
-    run.store.close()
-    assert [path.name for path in export_run(tmp_path, 4)] == ["000001-000002", "000004-000004"]
-
-
-def failing(error):
-    def fail(*_):
-        raise error
-
-    return fail
-
-
-@pytest.mark.parametrize("error", [ImportError("no lerobot"), MemoryError(), OSError(5, "Input/output error")])
-def test_what_is_the_machines_fault_leaves_no_episode_out(tmp_path, blind, monkeypatch, error):
-    run = Run(tmp_path, blind)
-    run.episodes("e0", "e1")
-    with monkeypatch.context() as patch:
-        patch.setattr(shards, "write", failing(error))
-        with pytest.raises(type(error)):
-            run.work()
-    run.work()
-    assert run.exporter.settled == [1, 2]
-    assert not (tmp_path / "datasets/left_out").exists()
-
-
-def test_what_fails_with_every_episode_loses_none_of_their_rows(tmp_path, seen, monkeypatch, caplog):
-    run = Run(tmp_path, seen)
-    monkeypatch.setattr(shards, "write", failing(ValueError("no codec")))
-    run.episodes("e0", "e1")
-    run.work()
-    assert run.shards("left_out") == ["000001", "000002"]
-    images = np.load(tmp_path / f"datasets/left_out/000002/{CAMERA}.npy")
-    assert np.array_equal(images, segment(seen, "e1").observation[CAMERA])
-    assert caplog.text.count("is in no dataset") == 1, "of many it is said once, and written for each"
-    assert (tmp_path / "errors.log").read_text().count("is in no dataset") == 2
-
-
-def test_a_full_disk_is_no_episodes_fault_and_said_once(tmp_path, blind, monkeypatch, caplog):
-    full = [True]
-
-    def write(*arguments):
-        if full:
-            raise OSError(28, "No space left on device")
-        return made(*arguments)
-
-    run, made = Run(tmp_path, blind), shards.write
-    monkeypatch.setattr(shards, "write", write)
-    monkeypatch.setattr(export, "RETRY_S", 0.0)
-    run.episodes("e0", "e1")
-    run.hear()
-    client = export._Client(Silent())
-    for _ in range(3):
-        assert client.step(run.exporter, rest=False)
-    assert caplog.text.count("No space left on device; it is tried again") == 1
-    assert run.exporter.settled == []
-    full.clear()
-    run.work()
-    assert run.shards() == ["000001-000002"]
-
-
-def test_a_shard_that_cannot_be_made_again_stays_as_it_was(tmp_path, blind, monkeypatch, caplog):
-    run = exported(tmp_path, blind)
-    monkeypatch.setattr(shards, "write", lambda *_: 1 / 0)
-    assert run.judge("e0", True) == 1
-    assert "what was judged anew stays as it was: ZeroDivisionError" in caplog.text
-    assert run.manifest("000001-000002")["version"] == 1
-    assert run.exporter.settled == [1, 2]
 
 
 def test_a_stopped_run_is_exported_by_hand(tmp_path, blind):

@@ -22,7 +22,7 @@ from serl_client.errors import ConfigError, Refused
 
 from robot_infra.cameras import gl
 from robot_infra.tasks import fake
-from serl_launcher import launcher
+from serl_launcher import error_log, launcher
 from serl_launcher.config import composed
 from serl_launcher.store import weights
 from serl_launcher.store.store import Store
@@ -334,6 +334,22 @@ def test_a_server_that_fails_before_it_has_begun_is_started_again_only_if_it_was
     monkeypatch.setattr("serl_launcher.service.server.main", serve)
     assert launcher.child("server", str(tmp_path), f"ipc://{tmp_path}/server") == status
     assert f"server: it failed: {type(error).__name__}: {error}" in capsys.readouterr().err
+
+
+def test_the_end_of_a_process_is_in_the_file_of_errors_however_many_single_items_have_filled_it(tmp_path, monkeypatch):
+    def train(*_):
+        raise ValueError("a bug")
+
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / error_log.ERRORS).touch()
+    os.truncate(tmp_path / error_log.ERRORS, full := error_log.MOST)
+    error_log.write_traceback(tmp_path, "export: episode e1", ValueError("one of many"), is_item=True)
+    assert (tmp_path / error_log.ERRORS).stat().st_size == full
+    monkeypatch.setattr("serl_launcher.training.trainer.main", train)
+    launcher.child("trainer", str(tmp_path), "")
+    with open(tmp_path / error_log.ERRORS, "rb") as file:
+        file.seek(full)
+        assert re.fullmatch(rb"\S+ \S+ trainer\nTraceback.*ValueError: a bug\n\n", file.read(), re.DOTALL)
 
 
 def test_actors_hear_nothing_of_an_export_that_refuses_to_start(tmp_path, monkeypatch):
