@@ -22,6 +22,8 @@ from serl_client.errors import ConfigError
 from serl_client.words import check_choice, nearest
 from yaml import YAMLError
 
+from serl_launcher.sharing import denied
+
 REMEMBERED = ("algo", "policy", "head", "network", "critic")  # groups whose words a run keeps, if it reads them
 MOVED = {  # {former name of a module: its name}; former ones stand in yamls, words and checkpoints that people keep
     "serl_launcher.utils.optim": "serl_launcher.optim.optimizer",
@@ -78,6 +80,8 @@ def saved(run_dir: Path) -> DictConfig:
     kept = run_dir / "config.yaml"
     try:
         found = _renamed(OmegaConf.load(kept)) if kept.is_file() else OmegaConf.create()
+    except PermissionError as error:
+        raise ConfigError(denied(error)) from None
     except (OmegaConfBaseException, OSError, RecursionError, ValueError, YAMLError) as error:
         raise ConfigError(f"{kept} cannot be read ({str(error).partition(chr(10))[0]}): {DAMAGED}") from None
     if not isinstance(found, DictConfig):

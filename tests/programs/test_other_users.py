@@ -19,7 +19,7 @@ from robot_infra.drivers import owner
 from serl_launcher.sharing import check_user, is_shared, keep_private, take_over
 from serl_launcher.store.creation import check_store
 from serl_launcher.store.store import Store
-from tests.shared.common import ROOT, TOOLS, free_port, until
+from tests.shared.common import ROOT, TOOLS, until
 from tests.shared.programs import Programs
 from tests.shared.tools import called
 
@@ -208,12 +208,13 @@ def test_a_member_of_the_group_reads_a_run_and_nobody_who_reads_it_changes_it(pl
 
 @pytest.mark.parametrize(
     ("tool", "words"),
-    [("store", ["show"]), ("data", ["check"]), ("label", ["--run-dir"]), ("keys", ["list", "--keys"]),
-     ("status", [f"--port={free_port()}", "--run-dir"])],
+    [("store", ["show", "{}"]), ("data", ["check", "{}"]), ("label", ["--run-dir={}"]), ("keys", ["list", "--keys={}"]),
+     ("status", ["--port=1", "--run-dir={}"]), ("../examples/train", ["learner=true", "task=fake", "run_dir={}"])],
 )  # fmt: skip
 def test_a_tool_says_in_one_sentence_whose_run_it_may_not_read(stranger, stored, tool, words):
     take_over(stored, None, is_learner=True)
-    *_, said = stranger(TOOL, TOOLS / f"{tool}.py", *words, stored).stdout.read().splitlines()
+    words = (word.format(stored) for word in words)
+    *_, said = stranger(TOOL, TOOLS / f"{tool}.py", *words).stdout.read().splitlines()
     assert re.match(f"error: you may not use {stored}.*: {stored} is of user 0, who alone .*share=GROUP", said)
 
 
