@@ -46,7 +46,7 @@ def check_user(run_dir: Path) -> None:
 def denied(error: PermissionError) -> str:
     """Return whose the file is that we may not use, and who can change that."""
     place = Path(str(error.filename)).absolute()
-    for path in (place, *place.parents):
+    for path in (place, *place.parents) if isinstance(error.filename, str) else ():
         with suppress(OSError):  # it is in a folder that we may not enter, or not there yet
             if (user := path.stat().st_uid) == os.geteuid():
                 break
