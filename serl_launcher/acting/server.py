@@ -175,7 +175,7 @@ class InferenceServer:
         """Forget what connections asked that have ended since."""
         connections, since = self._access.connections, clock.monotonic() - RECENT_S
         if connections.has_lost:
-            connections.has_lost, living = False, set(connections.names.values())
+            connections.has_lost, living = False, connections.living
             self._waiting = {actor: each for actor, each in self._waiting.items() if each.deliver or actor in living}
             self._asked = {actor: last for actor, last in self._asked.items() if last > since}
 

@@ -2,7 +2,8 @@
 
 With a folder of keys the socket speaks CURVE: libzmq asks us about each key that knocks (ZAP, RFC 27), and hands that
 key on with every message of its connection, where it is looked up again. A key that was revoked is so refused at its
-next message. Without keys only loopback is served, and whoever reaches it is trusted like an operator.
+next message. Without keys only loopback is served, and whoever reaches it is trusted like an operator: it is let in
+without a key, but asked about all the same, so that its messages can be told from those of another connection.
 """
 
 import hashlib
@@ -10,6 +11,7 @@ import hmac
 import math
 import os
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,11 +204,11 @@ class AccessControl:
 
     def _prepare(self, socket: zmq.Socket) -> None:
         socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.zap_domain = b"retake"
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is let in if nobody can be asked
         if self.keys is not None:
             socket.curve_server = True
             socket.curve_secretkey = self.keys.secret.encode()
-            socket.zap_domain = b"retake"
-            socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is let in if nobody can be asked
         self.connections = Connections(socket, self.refuse, has_keys=self.keys is not None)
 
     @property
@@ -310,14 +312,20 @@ class AccessControl:
 
     def _asked(self, *frames: bytes) -> list[bytes]:
         """The answer to libzmq: may this key come in?"""
-        assert self.keys is not None
         version, request, _, address, _, _, *credentials = frames
         public = z85.encode(credentials[0]).decode() if credentials else ""
-        owner = self.keys.find(public)
+        owner = self.keys.find(public) if self.keys else OPEN
         if owner.role in ROLES:
-            return [version, request, b"200", b"", public.encode(), b""]
+            return [version, request, b"200", b"", public.encode(), _packed(self.connections.admitted())]
         self.refuse(f"{owner.role} key", f"{owner.name or 'a client'} at {address.decode(errors='replace')}")
-        return [version, request, b"300" if self.keys.fails else b"400", b"", b"", b""]  # 300: not now
+        is_certain = self.keys is None or not self.keys.fails
+        return [version, request, b"400" if is_certain else b"300", b"", b"", b""]  # 300: not now
+
+
+def _packed(properties: Mapping[str, bytes]) -> bytes:
+    """Return properties of a connection as ZAP wants them."""
+    pairs = ((name.encode(), value) for name, value in properties.items())
+    return b"".join(struct.pack(f">B{len(name)}sI", len(name), name, len(value)) + value for name, value in pairs)
 
 
 def _property(identity: zmq.Frame, name: str) -> str:

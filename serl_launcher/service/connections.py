@@ -2,13 +2,18 @@
 
 libzmq reads whatever comes, and knows no limit for all frames of a message together. So the kernel is asked how many
 bytes a connection has brought, and what was taken out of the socket is subtracted.
+
+The kernel uses a descriptor again as soon as its connection has ended, while messages of that one may still wait in the
+socket. So each message also carries how many connections had been accepted when its own was let in (ZAP, access.py):
+it is of the connection that has the descriptor now if that one was among them.
 """
 
 import socket
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 import zmq
 from serl_client import clock, wire
@@ -25,12 +30,23 @@ STRANGER_BYTES = 4 << 20  # unread, of all connections of an address that are no
 LOOK_S = 0.1  # between two looks at what has come
 FRAME_BYTES = 128  # more than a frame has on the wire beside its data; heartbeats are counted by nothing else
 RECEIVED = slice(128, 136)  # tcpi_bytes_received of struct tcp_info
+ADMITTED = "Admitted"  # the property of a message that says when its connection was let in
 EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+
+
+@dataclass(slots=True)
+class _Held:
+    """What is known of the connection that has a descriptor: that it is the `number`-th that was accepted, how many of
+    its bytes were taken out of the socket, and its routing id, once it has sent something."""
+
+    number: int
+    taken: int = 0
+    identity: bytes | None = None
 
 
 class Connections:
@@ -43,30 +59,39 @@ class Connections:
         self.monitor = router.get_monitor_socket(EVENTS)
         self.places = Places(CONNECTIONS)
         self._refuse, self._has_keys = refuse, has_keys
-        self._taken: dict[int, int] = {}  # bytes of each connection that were taken out of the socket
-        self.names: dict[int, bytes] = {}  # the routing id of each connection that has sent something
+        self._held: dict[int, _Held] = {}
+        self._accepted = 0  # connections since this began
+        self._events: deque[tuple[int, int]] = deque()  # (event, value) that are not handled yet
         self.has_lost = False  # a connection has ended since this was made false
         self._looked = 0.0
 
     def turn(self) -> None:
         """Look at who has come and gone, and cut who is too many or brings too much; never waits."""
-        while has_come(self.monitor):
-            event = parse_monitor_message(self.monitor.recv_multipart())
-            self._happened(event["event"], event["value"])
+        self._listen()
         if clock.monotonic() > self._looked + LOOK_S:
             self._looked = clock.monotonic()
             self._look()
 
+    @property
+    def living(self) -> set[bytes]:
+        """The routing ids of the connections that have sent something."""
+        return {held.identity for held in self._held.values() if held.identity is not None}
+
+    def admitted(self) -> dict[str, bytes]:
+        """Return the properties of all messages of a connection that is let in now: its handshake ends after this."""
+        self._listen()
+        return {ADMITTED: b"%d" % self._accepted}
+
     def heard(self, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> None:
         """Count a message that was taken out of the socket."""
-        if (descriptor := _descriptor(identity)) in self._taken:
-            self._taken[descriptor] += sum(map(len, frames)) + FRAME_BYTES * len(frames)
-            self.names[descriptor] = identity.bytes
+        if (held := self._held.get(self._descriptor(identity))) is not None:
+            held.taken += sum(map(len, frames)) + FRAME_BYTES * len(frames)
+            held.identity = identity.bytes
 
     def welcome(self, identity: zmq.Frame, key: str) -> None:
         """Make the sender of a Hello a guest, of this key ("": there are none). Raises ServerFailed without a place."""
         self.turn()  # whoever has gone meanwhile gets no place
-        descriptor = _descriptor(identity)
+        descriptor = self._descriptor(identity)
         if (address := self.places.strangers.get(descriptor)) is None:
             return
         loser = self.places.welcome(descriptor, key or address)
@@ -75,15 +100,25 @@ class Connections:
         if loser is not None:
             self._cut(loser, "too many connections", f"there are {self.places.most} clients already")
 
+    def _listen(self) -> None:
+        self._receive()
+        while self._events:
+            self._happened(*self._events.popleft())
+
+    def _receive(self) -> None:
+        while has_come(self.monitor):
+            event = parse_monitor_message(self.monitor.recv_multipart())
+            self._events.append((event["event"], event["value"]))
+
     def _happened(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
-            self._taken[value] = 0
+            self._accepted += 1
+            self._held[value] = _Held(self._accepted)
             if (loser := self.places.knock(value, _address(value))) is not None:
                 self._cut(loser, "too many connections", f"{self.places.most} others have not said Hello either")
         elif event == zmq.EVENT_DISCONNECTED:
             self.places.leave(value)
-            self._taken.pop(value, None)
-            self.names.pop(value, None)
+            self._held.pop(value, None)
             self.has_lost = True
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             self._refuse("wrong server key", "a client knows the learner by another key")
@@ -107,40 +142,41 @@ class Connections:
                 self._cut(worst, "too much unread", f"{amounts[worst] >> 20} MiB of {group}")
 
     def _unread(self, descriptor: int) -> int:
-        came = 0
+        came, held = 0, self._held[descriptor]
         with suppress(OSError), _borrowed(descriptor) as accepted:
             info = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED.stop)
             came = int.from_bytes(info[RECEIVED], sys.byteorder)
-        self._taken[descriptor] = min(came, self._taken[descriptor])
-        return came - self._taken[descriptor]
+        held.taken = min(came, held.taken)
+        return came - held.taken
 
     def _cut(self, descriptor: int, reason: str, text: str) -> None:
         """Shut a connection down that libzmq has accepted: it knows no limit of its own."""
         self._refuse(reason, text)
         self.places.leave(descriptor)
         with suppress(OSError), _borrowed(descriptor) as accepted:
-            accepted.shutdown(socket.SHUT_RDWR)
+            self._receive()  # its end is said before the descriptor is another's
+            if (zmq.EVENT_DISCONNECTED, descriptor) not in self._events:
+                accepted.shutdown(socket.SHUT_RDWR)
+
+    def _descriptor(self, identity: zmq.Frame) -> int:
+        """Return the descriptor of the connection on which the message came that began with this frame; -1 where
+        libzmq does not know it, or that connection has ended."""
+        try:
+            descriptor, admitted = int(identity.get(zmq.SRCFD)), int(identity.get(ADMITTED))
+        except zmq.ZMQError:
+            return -1
+        held = self._held.get(descriptor)
+        return descriptor if held is not None and held.number <= admitted else -1
 
 
 @contextmanager
 def _borrowed(descriptor: int) -> Iterator[socket.socket]:
-    """Use libzmq's socket. Raises OSError if this is none any more."""
-    accepted = socket.socket(fileno=descriptor)
-    try:
+    """Hold the socket that libzmq has at this descriptor now. Raises OSError if this is none any more."""
+    with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as accepted:
         yield accepted
-    finally:
-        accepted.detach()
 
 
 def _address(descriptor: int) -> str:
     with suppress(OSError), _borrowed(descriptor) as accepted:
         return str([*accepted.getpeername(), ""][0])  # that of a socket of this machine alone is empty
     return ""
-
-
-def _descriptor(identity: zmq.Frame) -> int:
-    """Return the descriptor on which the message came that began with this frame; -1 where libzmq does not know it."""
-    try:
-        return int(identity.get(zmq.SRCFD))
-    except zmq.ZMQError:
-        return -1

@@ -65,7 +65,7 @@ class Welcomes:
     def _make_room(self) -> None:
         """Forget clients without a connection if there are too many. Raises ServerFailed if they still are."""
         if len(self._peers) >= CONNECTIONS:
-            living = set(self._connections.names.values())
+            living = self._connections.living
             for other, peer in list(self._peers.items()):
                 if peer.owner is not None and peer.identity not in living:
                     del self._peers[other]

@@ -4,22 +4,23 @@ import contextlib
 import resource
 import shutil
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from serl_client import ConfigError, Outcome, console
 from serl_client import messages as m
-from serl_client.connection import Connection
+from serl_client.connection import Connection, received
 from serl_client.errors import Disconnected, Refused, ServerFailed, VersionMismatch
 from serl_client.keys import Key, known_as
 
 from serl_launcher.service import access as module
 from serl_launcher.service import connections
-from serl_launcher.service.access import BAD_MESSAGES, CAUSES
+from serl_launcher.service.access import BAD_MESSAGES, CAUSES, AccessControl
 from serl_launcher.service.connections import CONNECTIONS
 from serl_launcher.service.updates import MISSING
 from tests.faults.fuzzing import hostile
 from tests.shared.clients import RawActor, push_of
-from tests.shared.common import PATIENCE, until
+from tests.shared.common import PATIENCE, free_port, until
 from tests.shared.data import make_segment
 from tests.shared.keys import do
 
@@ -369,6 +370,51 @@ def test_a_message_that_never_ends_is_cut_before_it_takes_the_memory(serve, monk
         until(lambda: not peer.send(hostile.frame(bytes(1 << 16), hostile.MORE)))
         assert served.refusals() == {"too much unread": 1}
         link.call(m.Status(), PATIENCE)
+
+
+@pytest.fixture
+def door():
+    """A public socket that nobody serves but the test."""
+    access = AccessControl(f"tcp://127.0.0.1:{free_port()}", None)
+    yield access
+    access.context.destroy(linger=0)
+
+
+def knock(door, said):
+    """Shake hands, and say this; the peer, and the descriptors of the connections that the door knows then."""
+    with ThreadPoolExecutor(1) as beside:
+        shaken = beside.submit(hostile.Peer, int(door.socket.last_endpoint.rpartition(b":")[2]))
+        until(lambda: door.turn() or shaken.done())
+    peer = shaken.result()
+    assert peer.send(said)
+    return peer, list(door.connections.places)
+
+
+def test_what_a_connection_left_unread_is_not_taken_for_that_of_the_next_one_with_its_descriptor(door):
+    gone, descriptors = knock(door, hostile.VALID)
+    until(lambda: door.socket.poll(0))
+    gone.socket.close()
+    until(lambda: door.turn() or not door.connections.places)
+    peer, same = knock(door, hostile.VALID)
+    assert same == descriptors
+    with peer:
+        for guests in (set(), set(same)):
+            for _ in ("Hello", "Heartbeat"):
+                identity, *frames = until(lambda: received(door.socket))
+                door.admit(identity, [frame.buffer for frame in frames])
+            door.connections.welcome(identity, "a key")
+            assert door.connections.places.guests.keys() == guests
+            assert door.connections.living == ({identity.bytes} if guests else set())
+
+
+def test_no_connection_is_cut_for_the_one_that_had_its_descriptor_before(door):
+    gone, (descriptor,) = knock(door, b"")
+    gone.socket.close()
+    until(lambda: door.connections.monitor.poll(0))  # that it has, and nobody looks
+    with hostile.Peer(int(door.socket.last_endpoint.rpartition(b":")[2]), greeted=False) as peer:
+        until(lambda: connections._address(descriptor))
+        door.connections._cut(descriptor, "too many connections", "")
+        assert peer.is_open()
 
 
 def test_clients_that_come_and_go_leave_nothing_that_grows(serve, spec):
