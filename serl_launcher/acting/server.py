@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import zmq
 from omegaconf import DictConfig
-from serl_client import clock, wire
+from serl_client import clock
 from serl_client import messages as m
 from serl_client.connection import received
 from serl_client.console import log_as
@@ -26,7 +26,7 @@ from serl_launcher.acting.host import Loader, PolicyHost, Question
 from serl_launcher.service.access import AccessControl
 from serl_launcher.service.failures import Failures, Request
 from serl_launcher.service.link import connect, wait_for_spec
-from serl_launcher.service.peers import KeyOwner, check_hello, check_role, send
+from serl_launcher.service.peers import KeyOwner, check_hello, check_role
 from serl_launcher.store.weights import path
 from serl_launcher.training import budget, memory
 from serl_launcher.training.build import build, device_of, seed, untrained
@@ -138,7 +138,7 @@ class InferenceServer:
                 break
             identity, *frames = came
             if (answer := self._heard(identity, frames, since)) is not None:
-                send(self._socket, identity.bytes, answer)
+                self._tell(identity.bytes, answer)
 
     def _heard(self, identity: zmq.Frame, frames: Sequence[zmq.Frame], now: float) -> m.Message | None:
         """Handle one message: queue a question, or return the answer to a Hello or to what is faulty."""
@@ -211,10 +211,14 @@ class InferenceServer:
             if question.deliver is not None:
                 question.deliver(answer)
             else:
-                self._socket.send_multipart([question.actor, *wire.joined(m.encode(answer))], zmq.NOBLOCK)
+                self._tell(question.actor, answer, question.owner)
             self._seconds.append(clock.monotonic() - question.came)
         self._sizes.append(len(batch))
         self._hear(begin)
+
+    def _tell(self, actor: bytes, answer: m.Message, key: str = "") -> None:
+        if not self._socket.tell(actor, answer, key):
+            self._access.refuse("too much unread", f"{key or 'an actor'} asks again, and does not read the answers")
 
     def _may_record(self, now: float) -> bool:
         """Return whether nobody waits for an answer, or a batch was cut for want of a recording, some time ago."""

@@ -27,7 +27,8 @@ from serl_client.keys import ROLES, check_curve, read_private, write_private
 from zmq.utils import z85
 
 from serl_launcher.service.connections import CONNECTIONS, Connections
-from serl_launcher.service.peers import Forbidden, KeyOwner, bound
+from serl_launcher.service.peers import Forbidden, KeyOwner
+from serl_launcher.service.router import bound
 
 log = throttled(__name__)
 

@@ -1,8 +1,7 @@
-"""Describes a connected client of the server, what its role may send, and the server's sockets."""
+"""Describes a connected client of the server, and what its role may send."""
 
-import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,13 +9,12 @@ import zmq
 from serl_client import messages as m
 from serl_client import wire
 from serl_client.episode import MAX_NUMBER, QueuedRecord
-from serl_client.errors import ConfigError, MessageError, Refused
+from serl_client.errors import MessageError, Refused
 from serl_client.keys import owns
 from serl_client.names import check_names
 
-log = logging.getLogger(__name__)
+from serl_launcher.service.router import Router
 
-ZERO_COPY = 32 << 10
 ROLES: dict[str, tuple[type, ...]] = {
     "actor": (m.Push, m.Heartbeat, m.Bye, m.WeightsRequest, m.Command, m.Status),
     "learner": (
@@ -30,7 +28,7 @@ ACTING = (*WATCHING, m.Push, m.WeightsRequest, m.InferenceRequest)
 GRANTS: dict[str, tuple[type, ...]] = {"viewer": WATCHING, "actor": ACTING, "operator": (*ACTING, m.Command)}  # of keys
 
 
-Address = tuple[zmq.Socket, bytes]  # of a connection
+Address = tuple[Router, bytes]  # of a connection
 
 
 class Forbidden(MessageError):
@@ -69,7 +67,7 @@ class Incoming:
 class Peer:
     """One connection, from its Hello on."""
 
-    socket: zmq.Socket
+    socket: Router
     identity: bytes
     hello: m.Hello
     owner: KeyOwner | None  # None: on the learner's own address
@@ -112,8 +110,9 @@ class Peer:
         earlier = [session for session, each in self.incoming.items() if each.last is not None]
         return [*earlier, self.hello.session]
 
-    def send(self, message: m.Message) -> None:
-        send(self.socket, self.identity, message)
+    def send(self, message: m.Message) -> bool:
+        """Send as Router.tell."""
+        return self.socket.tell(self.identity, message, self.owner.name if self.owner else "")
 
 
 def cost(report: Mapping[str, Any]) -> int:
@@ -158,41 +157,3 @@ def _check_claim(hello: m.Hello, owner: KeyOwner) -> None:
         raise Forbidden(f"the key {owner.name} is not that of {hello.actor!r}: go by the name {owner.name}")
     if hello.role == "actor" and owner.role == "viewer":
         raise Forbidden(f"the key {owner.name} has the role viewer, and appends nothing: make one with --role actor")
-
-
-def bound(
-    context: zmq.Context, address: str, *, prepare: Callable[[zmq.Socket], None] = lambda _: None, option: str = "port"
-) -> zmq.Socket:
-    """A ROUTER that listens on `address`, made ready by `prepare`. When it cannot, ends the context with all its
-    sockets, and raises ConfigError; `option` is the one that chooses another address.
-
-    Nobody sends ZeroMQ's heartbeats: libzmq 4.3.5 aborts the process when one falls due, or is to be answered, on a
-    connection that broke while its queue was full. A strange client may, so the queue is never full, either:
-    connections.py counts what waits there, in bytes.
-    """
-    socket = context.socket(zmq.ROUTER)
-    for setting, value in (
-        (zmq.LINGER, 0), (zmq.MAXMSGSIZE, wire.MAX_ARRAY), (zmq.ROUTER_MANDATORY, 0), (zmq.SNDHWM, 64),
-        (zmq.RCVHWM, 0), (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 10), (zmq.TCP_KEEPALIVE_INTVL, 5),
-        (zmq.TCP_KEEPALIVE_CNT, 3), (zmq.BACKLOG, 1024),
-    ):  # fmt: skip
-        socket.setsockopt(setting, value)
-    prepare(socket)
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as error:
-        context.destroy(linger=0)
-        raise ConfigError(
-            f"cannot listen on {address}: {error.strerror}. Is another learner running? Stop it, or choose {option}=..."
-        ) from None
-    return socket
-
-
-def send(socket: zmq.Socket, identity: bytes, message: m.Message) -> None:
-    """Never blocks: a peer whose queue is full misses this message (acks and notices come again)."""
-    frames = wire.joined(m.encode(message))
-    copy = sum(len(frame) for frame in frames) < ZERO_COPY
-    try:
-        socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=copy)
-    except (zmq.Again, zmq.ZMQError) as error:
-        log.debug("not sent: %s", error)

@@ -26,7 +26,8 @@ from serl_launcher.service.access import AccessControl
 from serl_launcher.service.failures import Failures, Request
 from serl_launcher.service.intake import Intake
 from serl_launcher.service.keeper import StoreKeeper
-from serl_launcher.service.peers import ROLES, Address, Forbidden, Peer, bound, check_role, cost, send
+from serl_launcher.service.peers import ROLES, Address, Forbidden, Peer, check_role, cost
+from serl_launcher.service.router import Router, bound
 from serl_launcher.service.updates import StateUpdates
 from serl_launcher.service.welcome import Welcomes
 from serl_launcher.store.index import Index
@@ -108,7 +109,7 @@ class Server:
         self.access.context.destroy(linger=2000)  # why the run ends must reach its actors
         self.keeper.close(is_over=self.updates.is_over)
 
-    def _drain(self, socket: zmq.Socket, most: int = 256) -> None:
+    def _drain(self, socket: Router, most: int = 256) -> None:
         """Handle what has come on a socket: at most `most` messages, and no longer than a group may take to gather."""
         end = clock.monotonic() + self.intake.patience
         for _ in range(most):
@@ -117,23 +118,26 @@ class Server:
             identity, *frames = came
             self._take(socket, identity, [frame.buffer for frame in frames])
 
-    def _take(self, socket: zmq.Socket, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> None:
-        """Handle one message, and send its answer, or why it failed: also that its answer cannot be encoded."""
+    def _take(self, socket: Router, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> None:
+        """Handle one message, and send its answer, or why it failed: also that its answer cannot be encoded, or sent to
+        who does not read."""
         request = Request(identity)
         try:
-            self._answer(socket, request, self._handle((socket, identity.bytes), request, frames))
+            if not self._answer(socket, request, self._handle((socket, identity.bytes), request, frames)):
+                self.access.refuse("too much unread", "a client asks for more, and does not read what it is answered")
+                raise ServerFailed("too much that you were answered is not read yet: read it, then ask again")
         except Exception as error:
             self._answer(socket, request, self.failures.answer(request, error))
 
-    def _answer(self, socket: zmq.Socket, request: Request, answer: m.Message | None) -> None:
-        """Send the answer to a request, if there is one. It names the number of the request."""
+    def _answer(self, socket: Router, request: Request, answer: m.Message | None) -> bool:
+        """Send the answer to a request, if there is one, as Router.tell. It names the number of the request."""
         if isinstance(request.message, m.NUMBERED) and isinstance(answer, m.Done | m.Failed):
             answer = replace(answer, request=request.message.request)
-        if answer is not None:
-            try:
-                send(socket, request.identity.bytes, answer)
-            except Exception as error:  # no mistake of the client's
-                raise RuntimeError(f"the answer cannot be encoded: {error}") from error
+        try:
+            key = request.owner.name if request.owner else ""
+            return answer is None or socket.tell(request.identity.bytes, answer, key)
+        except Exception as error:  # no mistake of the client's
+            raise RuntimeError(f"the answer cannot be encoded: {error}") from error
 
     def _handle(self, address: Address, request: Request, frames: Sequence[wire.Buffer]) -> m.Message | None:
         """Decode a message, check who sent it, and do what it asks for. Raises what is wrong with it."""

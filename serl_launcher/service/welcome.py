@@ -88,7 +88,8 @@ class Welcomes:
             try:
                 self._keeper.ready.commit()  # the first time; then there is nothing to do
                 self._check_outranked(peer.hello)
-                peer.send(self._welcome(peer))
+                if not peer.send(self._welcome(peer)):
+                    raise ServerFailed("too much that you were answered is not read yet: read it, then say Hello again")
             except Exception as error:
                 self._peers.pop(peer.address, None)
                 peer.send(self._failures.answer(request, error))

@@ -26,7 +26,7 @@ from serl_client.spec import Array
 from serl_client.weights import PART_BYTES
 
 from serl_launcher.service.intake import MAX_UNACKNOWLEDGED
-from serl_launcher.service.peers import bound, send
+from serl_launcher.service.router import bound
 from serl_launcher.service.server import serve
 from tests.shared.clients import connected, directed
 from tests.shared.common import STATE
@@ -153,10 +153,10 @@ def check(pipe: Any, address: str) -> None:
         message = m.decode([part.buffer for part in parts])
         if isinstance(message, m.Hello):
             expected = [[message.session, 0]]
-            send(router, identity.bytes, m.Welcome("bench", 0, MAX_UNACKNOWLEDGED, expected, None, address, notice))
+            router.tell(identity.bytes, m.Welcome("bench", 0, MAX_UNACKNOWLEDGED, expected, None, address, notice))
         elif isinstance(message, m.Push):
             *_, (seq, _) = m.records(*message.parts)
-            send(router, identity.bytes, m.Ack(message.session, seq + 1))
+            router.tell(identity.bytes, m.Ack(message.session, seq + 1))
 
 
 # -- plain TCP: the ceiling

@@ -257,7 +257,7 @@ def test_a_case_that_crashes_or_writes_is_found_and_kept(tmp_path, monkeypatch):
 
 BUSY = """
 import sys, zmq
-from serl_launcher.service.peers import bound
+from serl_launcher.service.router import bound
 socket = bound(zmq.Context(), sys.argv[1])
 print("bound", flush=True)
 sys.stdin.readline()

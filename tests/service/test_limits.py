@@ -12,8 +12,8 @@ from serl_client import messages as m
 from serl_client.episode import MAX_NUMBER
 
 from serl_launcher.service import access, intake, peers
-from serl_launcher.service import server as module
 from serl_launcher.service.peers import Peer, cost
+from serl_launcher.service.router import Router
 from serl_launcher.service.server import Server
 from serl_launcher.store import sessions
 from serl_launcher.store.index import Index
@@ -25,7 +25,7 @@ from tests.shared.data import BAD_NAMES, make_segment
 # A client leaves 101,000 messages to a socket that nobody reads, says how long it lives, and breaks off.
 BROKEN_OFF = """
 import sys, time, zmq
-from serl_launcher.service.peers import bound
+from serl_launcher.service.router import bound
 context, clients = zmq.Context(), zmq.Context()
 router, dealer = bound(context, sys.argv[1]), clients.socket(zmq.DEALER)
 for option, value in ((zmq.HEARTBEAT_IVL, 50), (zmq.HEARTBEAT_TTL, 200), (zmq.SNDHWM, 0), (zmq.LINGER, 0)):
@@ -52,8 +52,7 @@ class Turns:
         )
         self.store = self.server.store
         self.number = self.store.direct({"into": "online", "phase": "practise", "mode": "collect"})
-        for patched in (module, peers):
-            monkeypatch.setattr(patched, "send", lambda _, identity, message: self.sent.append((identity, message)))
+        monkeypatch.setattr(Router, "tell", lambda _, *told: self.sent.append(told[:2]) is None)
 
     def say(self, client, message):
         frames = [bytes(frame) for frame in m.encode(message)]

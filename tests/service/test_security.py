@@ -5,6 +5,7 @@ import resource
 import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 
 import pytest
 from serl_client import ConfigError, Outcome, console
@@ -17,6 +18,7 @@ from serl_launcher.service import access as module
 from serl_launcher.service import connections
 from serl_launcher.service.access import BAD_MESSAGES, CAUSES, AccessControl
 from serl_launcher.service.connections import CONNECTIONS
+from serl_launcher.service.router import UNREAD_BYTES
 from serl_launcher.service.updates import MISSING
 from tests.faults.fuzzing import hostile
 from tests.shared.clients import RawActor, push_of
@@ -370,6 +372,22 @@ def test_a_message_that_never_ends_is_cut_before_it_takes_the_memory(serve, monk
         until(lambda: not peer.send(hostile.frame(bytes(1 << 16), hostile.MORE)))
         assert served.refusals() == {"too much unread": 1}
         link.call(m.Status(), PATIENCE)
+
+
+def test_of_answers_that_nobody_reads_so_many_bytes_wait_and_no_more_are_made_until_they_are_read(serve, spec):
+    served, weights = serve(), bytes(1 << 20)
+    hello = {**hostile.HELLO, "role": "actor", "session": "e" * 32, "outbox": "box", "spec": spec.to_dict()}
+    asked = {"type": "WeightsRequest", "sha256": sha256(weights).hexdigest(), "part": 0, "request": 1}
+    request = hostile.message(hostile.header(None, **asked))
+    with hostile.Peer(served.port) as peer:
+        assert peer.send(hostile.message(hostile.header(None, **hello)))
+        served.publish(weights)
+        assert peer.send(60 * request)
+        until(lambda: served.refusals().get("too much unread"))
+        assert sum(each.bytes for each in served.server.public._unread.values()) <= UNREAD_BYTES
+        assert peer.is_open()  # and it has read all
+        assert peer.send(request)
+        assert len(peer.read(len(weights))) >= len(weights)
 
 
 @pytest.fixture
