@@ -30,6 +30,7 @@ def main() -> None:
             result = campaign.apart(kind, count, options.first, options.seed, Path(scratch) / kind)
             said = ", ".join(f"{name} {number:,}" for name, number in result["outcomes"].most_common())
             print(f"{kind:12} {count:9,} in {result['seconds']:6.1f} s: {said}", flush=True)
+            print(*(f"    not written: {form}: {ends}\n" for form, ends in result["unwritten"].items()), sep="", end="")
             print(*(f"{line}\n" for line in campaign.keep(options.failures, kind, options.seed, result["failures"])),
                   sep="", end="")  # fmt: skip
             results[kind] = result

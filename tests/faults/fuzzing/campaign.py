@@ -23,7 +23,7 @@ from typing import Any
 import pyarrow as pa
 
 from . import hostile, live
-from .files import FILES
+from .files import FILES, WRITTEN, formed
 from .targets import TARGETS, Target
 
 KINDS = {**TARGETS, **FILES}
@@ -35,6 +35,7 @@ PEAK = 256 << 20  # and that any case may need for a moment
 ROOM = 4 << 30  # that the process can have
 LONGEST_S = 60  # that a case may take: a longer one ends the process
 WATCHED = 100  # of so many cases one is looked at for what it allocates
+TRIES = 20  # after so many a form of a file must have been written once
 KEPT = 20  # failures of a kind that are written down
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -62,7 +63,7 @@ def apart(kind: str, count: int, first: int, seed: int, scratch: Path) -> dict[s
     try:
         result = receiver.recv()
     except EOFError:
-        result = {"outcomes": Counter(), "failures": [], "growth": 0, "threads_lost": 0, "files": []}
+        result = {"outcomes": Counter(), "failures": [], "growth": 0, "threads_lost": 0, "files": [], "unwritten": {}}
     process.join()
     if process.exitcode:
         result["failures"].append({"number": -1, "why": f"the process ended with {process.exitcode}"})
@@ -73,7 +74,7 @@ def _child(sender: Connection, kind: str, count: int, first: int, seed: int, scr
     logging.disable(logging.WARNING)  # of what is refused; errors are shown
     if kind == "live":
         result = live.attack(count, seed, scratch)
-        result["failures"] = [{"number": -1, "why": text} for text in result["failures"]]
+        result |= {"failures": [{"number": -1, "why": text} for text in result["failures"]], "unwritten": {}}
     else:
         resource.setrlimit(resource.RLIMIT_DATA, (ROOM, ROOM))
         result = fuzz(kind, count, first, seed, scratch)
@@ -82,9 +83,11 @@ def _child(sender: Connection, kind: str, count: int, first: int, seed: int, scr
 
 
 def fuzz(kind: str, count: int, first: int, seed: int, scratch: Path) -> dict[str, Any]:
-    """`count` cases of one kind in this process: {outcomes, failures, growth, threads_lost, files}."""
+    """`count` cases of one kind in this process: {outcomes, failures, growth, threads_lost, files, unwritten}; the last
+    is {form: {error: how often it was the end of a file of this form, before that was written}}."""
     target = KINDS[kind]
     target.make(Random(0), 0)  # what is whole is made once
+    formed.clear()
     files = _watch(scratch if target.writes else None)
     outcomes: Counter[str] = Counter()
     failures: list[dict[str, Any]] = []
@@ -104,9 +107,17 @@ def fuzz(kind: str, count: int, first: int, seed: int, scratch: Path) -> dict[st
             peak = now + PEAK
         if number == first + count // 10:
             resident = _held()
+    failures += [
+        {"number": -1, "why": f"no file of the form {form} was ever tried: {dict(ends)}"}
+        for form, ends in formed.items() if sum(ends.values()) >= TRIES and not ends[WRITTEN]
+    ]  # fmt: skip
+    unwritten = {form: dict(ends - Counter({WRITTEN: ends[WRITTEN]})) for form, ends in formed.items()}
     growth = max(0, _held() - resident)
     lost = threading.active_count() - threads
-    return {"outcomes": outcomes, "failures": failures, "growth": growth, "threads_lost": abs(lost), "files": files}
+    return {
+        "outcomes": outcomes, "failures": failures, "growth": growth, "threads_lost": abs(lost), "files": files,
+        "unwritten": {form: ends for form, ends in unwritten.items() if ends},
+    }  # fmt: skip
 
 
 def _peak() -> int:

@@ -9,6 +9,7 @@ import io
 import json
 import shutil
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -88,10 +89,14 @@ def target(share: float, write: Callable[[Path], None], read: Callable[[Path], s
 def spoiled(chance: Random, kind: str, data: bytes) -> bytes:
     """The bytes of a file of this kind, or what they stand for, with something else somewhere."""
     if kind in FORMS and chance.random() < 0.7:
+        form = chance.choice(list(FORMS[kind]))
         try:
-            return FORMS[kind](chance, data)
-        except Exception:
-            pass  # no such file can be written
+            made = FORMS[kind][form](chance, data)
+        except Exception as error:  # no such file can be written
+            formed[f"{kind}, {form}"][type(error).__name__] += 1
+        else:
+            formed[f"{kind}, {form}"][WRITTEN] += 1
+            return made
     return spoiled_bytes(chance, data)
 
 
@@ -107,42 +112,75 @@ def _yaml(chance: Random, data: bytes) -> bytes:
     return json.dumps(spoiled_tree(chance, tree), default=str).encode()
 
 
-def _table(chance: Random, data: bytes) -> bytes:
-    rows, out = parquet.read_table(io.BytesIO(data)).to_pylist(), io.BytesIO()
-    rows = spoiled_tree(chance, rows)
-    if chance.random() < 0.5 and isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-        name, value = chance.choice(sorted(rows[0])), chance.choice(NASTY)
-        rows = [{**row, name: value} for row in rows]  # a column of another kind
+def _values(chance: Random, data: bytes) -> bytes:
+    return _written(spoiled_tree(chance, parquet.read_table(io.BytesIO(data)).to_pylist()))
+
+
+def _column(chance: Random, data: bytes) -> bytes:
+    """One whose values are all of another kind."""
+    rows = parquet.read_table(io.BytesIO(data)).to_pylist()
+    name, value = chance.choice(sorted(rows[0])), chance.choice(NASTY)
+    return _written([{**row, name: value} for row in rows])
+
+
+def _written(rows: Any) -> bytes:
+    out = io.BytesIO()
     parquet.write_table(pa.Table.from_pylist(rows), out)
     return out.getvalue()
 
 
-def _groups(chance: Random, data: bytes) -> bytes:
-    memory, names = io.BytesIO(data), list[str]()
+def _groups(way: Callable[[Random, h5py.File, str], object], chance: Random, data: bytes) -> bytes:
+    memory = io.BytesIO(data)
     with h5py.File(memory, "r+") as file:
-        file.visit(names.append)
-        name, way = chance.choice(names), chance.randrange(8)
-        if way == 0:
-            file[name].attrs[chance.choice(["num_samples", "success", "env_args", "task"])] = chance.choice(NASTY)
-        else:
-            del file[name]
-        if way == 1:
-            file[name] = chance.choice(NASTY)
-        elif way == 2:
-            file[name] = np.zeros(chance.choice([(), (0,), (STEPS,), (STEPS, 2), (STEPS, 0)]), chance.choice(KINDS))
-        elif way == 3:
-            file.create_group(name)
-        elif way == 4:
-            file[name] = h5py.ExternalLink(chance.choice(["/etc/passwd", "whole.hdf5"]), "/data")
-        elif way == 5:
-            file[name] = h5py.SoftLink(chance.choice(names))
-        elif way == 6:
-            file.create_dataset(name, chance.choice([(2**40, 2), (STEPS, 2**40), (2**30,)]), "f8", chunks=True)
+        way(chance, file, chance.choice(_names(file)))
     return memory.getvalue()
 
 
-FORMS = {".json": _json, ".jsonl": _json, ".yaml": _yaml, ".parquet": _table, ".hdf5": _groups}
+def _names(file: h5py.File) -> list[str]:
+    names = list[str]()
+    file.visit(names.append)
+    return names
+
+
+def _attribute(chance: Random, file: h5py.File, name: str) -> None:
+    file[name].attrs[chance.choice(["num_samples", "success", "env_args", "task"])] = chance.choice(NASTY)
+
+
+def _instead(make: Callable[[Random, h5py.File], Any]) -> Callable[[Random, h5py.File, str], None]:
+    """Something else where a group or an array was."""
+
+    def put(chance: Random, file: h5py.File, name: str) -> None:
+        made = make(chance, file)
+        del file[name]
+        file[name] = made
+
+    return put
+
+
+def _huge(chance: Random, file: h5py.File, name: str) -> None:
+    del file[name]
+    file.create_dataset(name, chance.choice([(2**40, 2), (STEPS, 2**40), (2**30,)]), "f8", chunks=True)
+
+
 KINDS = ("f8", "f4", "i8", "u1", "S3", "V4", "c16", "?", "O")
+EMPTY = ((), (0,), (STEPS,), (STEPS, 2), (STEPS, 0))
+GROUPS: dict[str, Callable[[Random, h5py.File, str], object]] = {
+    "an attribute": _attribute, "gone": lambda chance, file, name: file.pop(name),
+    "a value": _instead(lambda chance, file: chance.choice(NASTY)),
+    "zeros": _instead(lambda chance, file: np.zeros(chance.choice(EMPTY), chance.choice(KINDS))),
+    "a group": lambda chance, file, name: (file.pop(name), file.create_group(name)),
+    "a link outside": _instead(
+        lambda chance, file: h5py.ExternalLink(chance.choice(["/etc/passwd", "whole.hdf5"]), "/data")
+    ),
+    "a link": _instead(lambda chance, file: h5py.SoftLink(chance.choice(_names(file)))), "a huge one": _huge,
+}  # fmt: skip
+FORMS: dict[str, dict[str, Callable[[Random, bytes], bytes]]] = {
+    ".json": {"values": _json}, ".jsonl": {"values": _json}, ".key": {"values": _json}, ".yaml": {"values": _yaml},
+    ".parquet": {"values": _values, "a column": _column},
+    ".hdf5": {name: functools.partial(_groups, way) for name, way in GROUPS.items()},
+}  # fmt: skip
+WRITTEN = "written"
+formed: defaultdict[str, Counter[str]] = defaultdict(Counter)  # {form: {WRITTEN, or the error instead: how often}}
 
 
 # -- datasets of others
