@@ -7,6 +7,7 @@ ingest       how fast records come in over the wire, and until they are durable
 replay       how fast pairs of observations are drawn, beside a copy of the same bytes and lerobot's buffer
 update       how long an update of SAC and of RLPD takes, beside a minimal loop; how long publishing holds it up
 weights      how fast weights reach several receivers
+doors        how long clients wait to be let in while silent sockets of another address take what places they can
 pi0          how fast PI0 answers and is trained, beside what the machine allows
 page         the page of a full run, docs/benchmarks.md, from what the others printed with --json
 """
@@ -24,7 +25,8 @@ from serl_client.errors import RetakeError
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before packages that bring a `tests` of their own
 from tests.benches import paired
 
-BENCHES = ("control", "wire", "ingest", "replay", "update", "weights", "pi0", "page")  # each a file in tests/benches
+# each a file in tests/benches
+BENCHES = ("control", "wire", "ingest", "replay", "update", "weights", "doors", "pi0", "page")
 
 
 def main() -> None:

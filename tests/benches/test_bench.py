@@ -89,6 +89,11 @@ SMALL = {  # {bench: (its words, {(figure, what it stands beside): its goal})}
         {("sac, an update with a batch of 256", "a minimal loop"): "<= 1.1",
          ("publishing 3 MB: training stands still", "one copy"): "<= 1.5"},
     ),
+    "doors": (
+        "--silent 40 --idle 8 --clients 2",
+        {("server, 40 silent sockets: slowest welcome of 2", ""): "<= 5",
+         ("bridge, 8 idle websockets: slowest welcome of 2", ""): "<= 5"},
+    ),
     "control": (
         "--seconds 10",
         {**{(f"{state}: tick p99.9", "without a client"): "" for state in
@@ -107,7 +112,7 @@ KEPT = {
     "bytes written per byte of 3x224x224x3",
     "records that were not delivered at the end",
 }
-CHEAP = ("ingest", "weights")
+CHEAP = ("ingest", "weights", "doors")
 
 
 @pytest.mark.parametrize(
