@@ -3,6 +3,7 @@
 import hashlib
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -32,7 +33,7 @@ SPEC = Spec(
 class Part:
     """What an actor is told: `number` and `life` name it in its rows; `truth` is its file of notes, and when the file
     `stop` exists it ends its episode and drains. `skew`: seconds that its clock is ahead; `pace_s`: from one segment to
-    the next."""
+    the next. `hangs`: see driven.py."""
 
     name: str
     number: int
@@ -47,28 +48,39 @@ class Part:
     skew: float
     paced: bool
     pace_s: float
+    hangs: Path
 
 
 def play(part: Part) -> None:
-    """Push until it is time to stop, then drain. Exits with 3 when the learner has sent it away for good."""
+    """Push what `_Work` makes until it is time to stop."""
+
+    def work(client: TrainerClient, pushes: "Pushes", truth: Truth) -> None:
+        work = _Work(part, client, pushes, truth)
+        while not part.stop.exists():
+            work.turn()
+        work.end()
+
+    played(part, SPEC, work)
+
+
+def played(part: Part, spec: Spec, work: Callable[[TrainerClient, "Pushes", Truth], None]) -> None:
+    """Do this work, then drain. Exits with 3 when the learner has sent it away for good."""
     client = TrainerClient(
-        part.address, actor=part.name, spec=SPEC, outbox=part.outbox, paced=part.paced, weights_folder=part.weights,
+        part.address, actor=part.name, spec=spec, outbox=part.outbox, paced=part.paced, weights_folder=part.weights,
         key=part.key,
     )  # fmt: skip
     truth = Truth(part.truth)
     truth.note(actor=part.name, life=part.life, session=client.session)
     _note_acknowledged(client, truth)
+    pushes = client.push = Pushes(client.push, truth)
     with client:
-        work = _Work(part, client, truth)
         try:
-            while not part.stop.exists():
-                work.turn()
-            work.end()
+            work(client, pushes, truth)
             drained = client.drain(DRAIN_S)
         except TrainerError as error:
             truth.note(sent_away=str(error))
             sys.exit(3)
-        truth.note(drained=drained, pushed=work.pushed, longest_ms=round(work.longest * 1e3, 3))
+        truth.note(drained=drained, pushed=pushes.count, longest_ms=round(pushes.longest * 1e3, 3))
 
 
 def _note_acknowledged(client: TrainerClient, truth: Truth) -> None:
@@ -83,10 +95,30 @@ def _note_acknowledged(client: TrainerClient, truth: Truth) -> None:
     outbox.acknowledge = noted
 
 
+class Pushes:
+    """In the place of a client's `push`: it notes each record before it is pushed, and how long the longest took."""
+
+    def __init__(self, push: Callable[[Segment | Outcome], None], truth: Truth) -> None:
+        self.count, self.longest = 0, 0.0
+        self._push, self._truth = push, truth
+
+    def __call__(self, record: Segment | Outcome) -> None:
+        if isinstance(record, Outcome):
+            what = {"outcome": [record.success, record.discard, record.judged_by]}
+        else:
+            hashes = [fingerprint_of(record, i) for i in range(len(record))]
+            ends = "terminated" * record.terminated + "truncated" * record.truncated
+            what = {"start": record.start, "steps": hashes, "ends": ends}
+        self._truth.note(seq=self.count, episode=record.episode, **what)
+        began = time.monotonic()
+        self._push(record)
+        self.longest = max(self.longest, time.monotonic() - began)
+        self.count += 1
+
+
 class _Work:
-    def __init__(self, part: Part, client: TrainerClient, truth: Truth) -> None:
-        self.pushed, self.longest = 0, 0.0
-        self._part, self._client, self._truth = part, client, truth
+    def __init__(self, part: Part, client: TrainerClient, pushes: Pushes, truth: Truth) -> None:
+        self._part, self._client, self._pushes, self._truth = part, client, pushes, truth
         self._random = Random(f"{part.seed}/{part.number}/{part.life}")
         self._episode, self._step, self._left, self._episodes, self._made = "", 0, 0, 0, 0
         self._directive, self._version, self._next = {}, 0, time.monotonic()
@@ -125,18 +157,13 @@ class _Work:
     def _ended(self) -> None:
         episode, self._episode = self._episode, ""
         if self._random.random() < 0.5:
-            self._outcome(Outcome(episode, self._random.random() < 0.5))
+            self._client.push(Outcome(episode, self._random.random() < 0.5))
         if self._random.random() < 0.2:
-            self._outcome(Outcome(episode, None, discard=True, judged_by="operator"))
-
-    def _outcome(self, outcome: Outcome) -> None:
-        said = [outcome.success, outcome.discard, outcome.judged_by]
-        self._truth.note(seq=self.pushed, episode=outcome.episode, outcome=said)
-        self._push(outcome)
+            self._client.push(Outcome(episode, None, discard=True, judged_by="operator"))
 
     def _segment(self, steps: int, ends: str) -> None:
         part, rows = self._part, steps + bool(ends)
-        origin = [[part.seed, part.number, part.life, self.pushed, row] for row in range(rows)]
+        origin = [[part.seed, part.number, part.life, self._pushes.count, row] for row in range(rows)]
         state = np.array(origin, np.int64)
         images = [np.frombuffer(hashlib.shake_128(row.tobytes()).digest(24 * 24 * 3), np.uint8) for row in state]
         segment = Segment(
@@ -147,17 +174,9 @@ class _Work:
             np.arange(steps) % 2 == 0, self._began + (self._made + np.arange(steps)) / SPEC.fps,
             terminated=ends == "terminated", truncated=ends == "truncated",
         )  # fmt: skip
-        hashes = [fingerprint_of(segment, i) for i in range(steps)]
-        self._truth.note(seq=self.pushed, episode=self._episode, start=self._step, steps=hashes, ends=ends)
         self._step += steps
         self._made += steps
-        self._push(segment)
-
-    def _push(self, record: Segment | Outcome) -> None:
-        began = time.monotonic()
-        self._client.push(record)
-        self.longest = max(self.longest, time.monotonic() - began)
-        self.pushed += 1
+        self._client.push(segment)
 
     def _take_weights(self) -> None:
         if newer := self._client.weights(self._version) if self._part.weights else None:
@@ -169,7 +188,7 @@ def fingerprint_of(segment: Segment, i: int) -> str:
     """That of step `i` of a segment."""
     last = segment.ends and i == len(segment) - 1
     seen = [array[j] for j in range(i, i + 1 + last) for _, array in sorted(segment.observation.items())]
-    flags = 4 * bool(segment.intervened[i]) + 8 * bool(segment.chunk_start[i])
+    flags = 4 * bool(segment.intervened[i]) + 8 * bool(segment.chunk_start[i]) + 16 * bool(segment.gap[i])
     return fingerprint(
         seen, segment.action[i], reward=float(segment.reward[i]), time=float(segment.time[i]),
         weights=segment.stamp.weights_version, directive=segment.stamp.directive, index=segment.start + i,

@@ -182,6 +182,15 @@ def _outbox_rot(stage: Stage, random: Random) -> Iterator[float]:
     stage.proxy.set("pass")
 
 
+def _hang(stage: Stage, random: Random, call: str, then: str = "") -> Iterator[float]:
+    """The drivers of all arms hang in a call, longer than a guard may be silent; and `then` in another one, for good:
+    whoever gives up such a guard has to kill it."""
+    for each in (call, then) if then else (call,):
+        (stage.hangs / each).touch()
+    yield random.uniform(1.5, 4.0)
+    (stage.hangs / call).unlink(missing_ok=True)  # it may have been drawn twice
+
+
 NEMESES: dict[str, Nemesis] = {
     **{f"kill-{who}": partial(_kill, who=who) for who in ("server", "actor", "trainer", "all")},
     **{f"stop-{who}": partial(_stop, who=who) for who in ("server", "actor", "trainer")},
@@ -190,7 +199,8 @@ NEMESES: dict[str, Nemesis] = {
     "down-only": partial(_network, mode="one_way", direction="down"),
     "delay": partial(_network, mode="delay", seconds=0.1), "trickle": partial(_network, mode="trickle", rate=40_000),
     "twin": _twin, "late": _late, "insider": _insider, "missing-index": _missing_index, "bit-rot": _bit_rot,
-    "outbox-rot": _outbox_rot,
+    "outbox-rot": _outbox_rot, **{f"hang-{call}": partial(_hang, call=call) for call in ("read", "write")},
+    "hang-stop": partial(_hang, call="write", then="close"),
 }  # fmt: skip
 WITH_SHIM: dict[str, Nemesis] = {  # where there is a C compiler
     **{f"die-{who}": partial(_die, who=who) for who in ("server", "trainer", "actor")},
@@ -198,6 +208,7 @@ WITH_SHIM: dict[str, Nemesis] = {  # where there is a C compiler
     **{f"io-{who}": partial(_fail, who=who, calls=WRITE | SYNC | READ, error=errno.EIO) for who in ("server", "actor")},
     "sync-server": partial(_fail, who="server", calls=SYNC, error=errno.EIO),
 }  # fmt: skip
+ON_ARMS = {"hang-read", "hang-write", "hang-stop"}  # what is driven has another Spec than an insider says
 ON_FILES = {"missing-index", "bit-rot", "outbox-rot"}  # they look at what a disk without faults holds
 ON_DISK = {"full-server", "io-server", "sync-server", "full-disk"}  # they fail the learner's disk
 WITH_MOUNT: dict[str, Nemesis] = {"full-disk": _full_disk}  # where a tmpfs may be mounted

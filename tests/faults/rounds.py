@@ -13,7 +13,7 @@ from random import Random
 from serl_client.errors import ConfigError
 
 from . import checker, shim
-from .nemeses import NEMESES, ON_DISK, ON_FILES, WITH_MOUNT, WITH_SHIM
+from .nemeses import NEMESES, ON_ARMS, ON_DISK, ON_FILES, WITH_MOUNT, WITH_SHIM
 from .stage import Setting, Stage, context
 
 BLOWS_S = 0.8  # in which they begin
@@ -49,6 +49,8 @@ class Chaos:
         names = random.choices(list(self._nemeses), k=random.choice([1, 1, 2, 3]))
         if ON_FILES & set(names):
             names = [name for name in names if name in NEMESES]
+        if ON_ARMS & set(names):
+            names = [name for name in names if name != "insider"]
         setting = _setting(random, names)
         with _small_disk(folder / "disk") if WITH_MOUNT.keys() & set(names) else nullcontext():
             report, line = self._played(folder, setting, names)
@@ -110,12 +112,13 @@ def _setting(random: Random, names: list[str]) -> Setting:
         actors=random.choice([1, 2, 3]), capacity=random.choice([300, 4000]),
         archives=random.random() < 0.3 and not {"twin", "insider"} & set(names),
         weights_bytes=random.choice([0, 0, 200_000, 5_000_000]),
-        skew=random.choice([0.0, 3600.0]), paced=random.random() < 0.3,
-        early=random.random() < 0.2 and not (ON_DISK | ON_FILES | {"insider"}) & set(names),
-        keys=random.random() < 0.25,
+        skew=random.choice([0.0, 3600.0]), paced=random.random() < 0.3 and not ON_ARMS & set(names),
+        early=random.random() < 0.2 and not (ON_DISK | ON_FILES | ON_ARMS | {"insider"}) & set(names),
+        keys=random.random() < 0.25, driven=bool(ON_ARMS & set(names)),
     )  # fmt: skip
 
 
 def _words(setting: Setting) -> str:
-    marks = [name for name in ("archives", "weights_bytes", "skew", "paced", "early", "keys") if getattr(setting, name)]
+    said = ("archives", "weights_bytes", "skew", "paced", "early", "keys", "driven")
+    marks = [name for name in said if getattr(setting, name)]
     return ", ".join([f"{setting.actors} actors", f"{setting.capacity} steps", *marks])

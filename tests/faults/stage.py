@@ -20,7 +20,7 @@ from serl_launcher.service.server import serve
 from tests.shared.common import free_port
 from tools import keys
 
-from . import actor, checker, trainer
+from . import actor, checker, driven, trainer
 from .insider import Insider
 from .patience import Patience
 from .proxy import Proxy
@@ -36,7 +36,8 @@ PATIENCE_S = 20.0  # to begin, to go on after all is healed, to drain; what take
 @dataclass(frozen=True)
 class Setting:
     """What a round is about: `capacity` in steps; `weights_bytes` 0: none are published; `skew` in seconds; `early`:
-    it is struck while it begins; `keys`: only those with a key are let in, and all is encrypted."""
+    it is struck while it begins; `keys`: only those with a key are let in, and all is encrypted; `driven`: each actor
+    drives an arm (driven.py)."""
 
     actors: int
     capacity: int
@@ -46,6 +47,7 @@ class Setting:
     paced: bool
     early: bool
     keys: bool = False
+    driven: bool = False
     pace_s: float = 0.01  # of an actor, from one segment to the next
 
 
@@ -59,7 +61,7 @@ def context() -> ForkServerContext:
     before = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))  # a package that brings `tests` of its own
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, before))
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload([f"tests.faults.{name}" for name in ("actor", "trainer", "stage")])
+    made.set_forkserver_preload([f"tests.faults.{name}" for name in ("actor", "driven", "trainer", "stage")])
     return made
 
 
@@ -130,7 +132,8 @@ class Actor(Player):
         self.late: list[float] = []  # seconds from each record to its acknowledgement
         self.newest = 0.0  # when the newest record was made that has been acknowledged
         log = stage.folder / f"{outbox}.log"
-        super().__init__(stage.context, name, actor.play, self._told, log)
+        play = driven.play if stage.setting.driven else actor.play
+        super().__init__(stage.context, name, play, self._told, log)
 
     def _told(self, life: int) -> actor.Part:
         stage, setting, key = self._stage, self._stage.setting, self.outbox.name
@@ -138,7 +141,7 @@ class Actor(Player):
         return actor.Part(
             self.name, self._number, life, stage.seed, stage.address, stage.key_file(self.name), self.outbox,
             self.truth, self.stop_file, stage.disk / f"{key}-weights" if setting.weights_bytes else None,
-            setting.skew if self._number % 2 else 0.0, setting.paced, setting.pace_s,
+            setting.skew if self._number % 2 else 0.0, setting.paced, setting.pace_s, stage.hangs,
         )  # fmt: skip
 
     @property
@@ -195,8 +198,8 @@ class Stage:
         self, context: ForkServerContext, folder: Path, seed: int, setting: Setting, control: Control | None
     ) -> None:
         self.context, self.folder, self.seed, self.setting, self.control = context, folder, seed, setting, control
-        self.disk, self.truths = folder / "disk", folder / "truth"
-        for made in (self.disk / "run", self.truths):
+        self.disk, self.truths, self.hangs = folder / "disk", folder / "truth", folder / "hangs"
+        for made in (self.disk / "run", self.truths, self.hangs):
             made.mkdir(parents=True, exist_ok=True)
         self.violations: list[str] = []
         self.rotten = False  # bits of what is stored are turned over
@@ -296,7 +299,8 @@ class Stage:
         self.proxy.set("pass")
         if self.control:
             self.control.clear()
-        self.asleep.unlink(missing_ok=True)
+        for file in (self.asleep, self.hangs / "read", self.hangs / "write"):
+            file.unlink(missing_ok=True)
         for player in self.players:
             player.signal(signal.SIGCONT)
             player.back_at = 0.0

@@ -44,6 +44,15 @@ def test_a_round_with_keys_of(nemesis):
     assert f"keys; {nemesis}" in done.stdout
 
 
+@pytest.mark.slow
+def test_a_driver_that_hangs_and_a_guard_that_does_not_end_cost_no_record(tmp_path):
+    done, said = chaos("--rounds", "1", "--seed", "4", "--only", "hang-stop", "--keep", str(tmp_path))
+    assert said["violations"] == [], done.stdout
+    logs = list(tmp_path.glob("*/a*.log"))
+    assert logs
+    assert all("its driver hangs" in log.read_text() for log in logs)
+
+
 def test_the_checker_knows_nothing_of_the_product():
     code = "import sys, tests.faults.checker; sys.exit([m for m in sys.modules if m.startswith('serl_')] or 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=CHAOS.parents[1], capture_output=True, text=True)

@@ -36,7 +36,8 @@ def fingerprint(
     flags: int,
 ) -> str:  # fmt: skip
     """The hash of one step: the arrays of its observation (and of the final one), in the order of their names, its
-    action and its numbers; `flags` are 1 terminated, 2 truncated, 4 intervened, 8 decision."""
+    action and its numbers; `flags` are 1 terminated, 2 truncated, 4 intervened, 8 decision, 16
+    gap."""
     digest = hashlib.blake2b(digest_size=8)
     for array in (*rows, action):
         digest.update(np.ascontiguousarray(array).data)
