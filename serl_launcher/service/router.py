@@ -17,7 +17,7 @@ from serl_launcher.service.connections import FLEET
 
 log = logging.getLogger(__name__)
 
-LARGE = 4 << 10  # bytes of a message that is counted, and sent without a copy
+LARGE = 4 << 10  # bytes of a message that is counted; they lie in its last frame, which is sent without a copy
 UNREAD_BYTES = 6 << 20  # of large messages, for one connection: four parts of weights, a status and a Welcome
 QUEUED = 64  # messages for one connection
 
