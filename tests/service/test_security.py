@@ -4,7 +4,6 @@ import contextlib
 import resource
 import shutil
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 
 import pytest
@@ -398,27 +397,27 @@ def door():
     access.context.destroy(linger=0)
 
 
-def knock(door, said):
-    """Shake hands, and say this; the peer, and the descriptors of the connections that the door knows then."""
-    with ThreadPoolExecutor(1) as beside:
-        shaken = beside.submit(hostile.Peer, int(door.socket.last_endpoint.rpartition(b":")[2]))
-        until(lambda: door.turn() or shaken.done())
-    peer = shaken.result()
-    assert peer.send(said)
+def knock(door):
+    """A peer that shakes hands, and lies about when it was let in; and the descriptors of the connections there are."""
+    peer = hostile.Peer(int(door.socket.last_endpoint.rpartition(b":")[2]), greeted=False)
+    lie = b"\x08Admitted" + bytes([0, 0, 0, 4]) + b"1000"
+    assert peer.send(hostile.GREETING + hostile.frame(hostile.READY + lie, hostile.COMMAND))
+    until(lambda: door.turn() or len(peer.socket.recv(100, socket.MSG_PEEK)) > len(hostile.GREETING))
+    assert peer.send(hostile.VALID)
     return peer, list(door.connections.places)
 
 
 def test_what_a_connection_left_unread_is_not_taken_for_that_of_the_next_one_with_its_descriptor(door):
-    gone, descriptors = knock(door, hostile.VALID)
-    until(lambda: door.socket.poll(0))
+    gone, descriptors = knock(door)
+    until(lambda: door.turn() or door.socket.poll(0))
     gone.socket.close()
     until(lambda: door.turn() or not door.connections.places)
-    peer, same = knock(door, hostile.VALID)
+    peer, same = knock(door)
     assert same == descriptors
     with peer:
         for guests in (set(), set(same)):
             for _ in ("Hello", "Heartbeat"):
-                identity, *frames = until(lambda: received(door.socket))
+                identity, *frames = until(lambda: door.turn() or received(door.socket))
                 door.admit(identity, [frame.buffer for frame in frames])
             door.connections.welcome(identity, "a key")
             assert door.connections.places.guests.keys() == guests
@@ -426,7 +425,7 @@ def test_what_a_connection_left_unread_is_not_taken_for_that_of_the_next_one_wit
 
 
 def test_no_connection_is_cut_for_the_one_that_had_its_descriptor_before(door):
-    gone, (descriptor,) = knock(door, b"")
+    gone, (descriptor,) = knock(door)
     gone.socket.close()
     until(lambda: door.connections.monitor.poll(0))  # that it has, and nobody looks
     with hostile.Peer(int(door.socket.last_endpoint.rpartition(b":")[2]), greeted=False) as peer:
