@@ -59,7 +59,7 @@ class Router(zmq.Socket[bytes]):
         except zmq.ZMQError as error:
             log.debug("not sent: %s", error)
             return True
-        if size >= LARGE:
+        if size >= LARGE and tracker is not None:
             self._unread.setdefault(identity, _Unread(account)).add(tracker, size)
         return True
 

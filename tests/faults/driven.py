@@ -2,13 +2,13 @@
 while a file of the call's name lies in a folder."""
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from serl_client import TrainerClient, faults
-from serl_client.env import Observation
 from serl_client.runner import run_actor
 from serl_client.spec import Array, Feature
 
@@ -69,15 +69,16 @@ class _Drift:
     """A controller whose actions are random."""
 
     carry_resets = version = chunk_delay = 0
-    chunk_start, extras = True, dict[str, Array]()
+    chunk_start = True
+    extras: Mapping[str, Array] = {}
 
     def __init__(self, action: Feature, seed: int) -> None:
         self._shape, self._chance = action.shape, np.random.default_rng(seed)
 
-    def begin(self, *words: Any) -> None:
+    def begin(self, episode: str, directive: Mapping[str, Any], task: str) -> None:
         pass
 
-    def act(self, observation: Observation, **words: Any) -> Array:
+    def act(self, observation: Mapping[str, Array], **words: Any) -> Array:
         return self._chance.uniform(-1, 1, self._shape).astype(np.float32)
 
 
