@@ -1,27 +1,20 @@
 """Who is let in, as what, for how long: real sockets and real keys, and what a status tells of those who are not."""
 
-import contextlib
-import resource
 import shutil
-import socket
-from hashlib import sha256
 
 import pytest
 from serl_client import ConfigError, Outcome, console
 from serl_client import messages as m
-from serl_client.connection import Connection, received
-from serl_client.errors import Disconnected, Refused, ServerFailed, VersionMismatch
+from serl_client.connection import Connection
+from serl_client.errors import Disconnected, Refused, VersionMismatch
 from serl_client.keys import Key, known_as
 
 from serl_launcher.service import access as module
-from serl_launcher.service import connections
-from serl_launcher.service.access import BAD_MESSAGES, CAUSES, AccessControl
+from serl_launcher.service.access import BAD_MESSAGES, CAUSES
 from serl_launcher.service.connections import CONNECTIONS
-from serl_launcher.service.router import UNREAD_BYTES
 from serl_launcher.service.updates import MISSING
-from tests.faults.fuzzing import hostile
 from tests.shared.clients import RawActor, push_of
-from tests.shared.common import PATIENCE, free_port, until
+from tests.shared.common import PATIENCE, until
 from tests.shared.data import make_segment
 from tests.shared.keys import do
 
@@ -320,118 +313,6 @@ def test_more_messages_within_a_second_than_allowed_are_dropped_and_counted(serv
         assert slow.call(m.Status(), PATIENCE).report["refusals"].keys() == {"too fast"}
         clock.advance(1.1)
         fast.call(m.Status(), PATIENCE)
-
-
-@pytest.mark.parametrize("has_keys", [False, True])
-def test_whoever_says_nothing_takes_the_place_of_nobody_else(keys, serve, monkeypatch, has_keys):
-    """A thousand silent sockets of one address, while twenty clients of another one come."""
-    monkeypatch.setattr(module, "HANDSHAKE_MS", 600_000)
-    served, key = serve(keys=keys if has_keys else None), "eye" if has_keys else None
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with served.link("viewer", "eye", key=key) as first, contextlib.ExitStack() as stack:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        first.call(m.Status(), PATIENCE)
-        for count in range(1000):
-            silent = socket.create_connection(("127.0.0.1", served.port), PATIENCE, ("127.0.0.2", 0))
-            stack.enter_context(silent)
-            if count % 50 == 0:
-                link = stack.enter_context(served.link("viewer", f"eye/{count}", key=key))
-                assert until(lambda link=link: link.call(m.Status(), PATIENCE)).report["connections"] <= 2 * CONNECTIONS
-        until(lambda: served.refusals().get("too many connections", 0) >= 1000 - CONNECTIONS)
-        first.call(m.Status(), PATIENCE)
-    until(lambda: served.report()["connections"] == 0)
-
-
-def test_of_too_many_clients_the_newest_of_the_key_with_most_goes_and_newcomers_of_that_key_are_told(
-    keys, serve, monkeypatch
-):
-    monkeypatch.setattr(connections, "CONNECTIONS", 3)
-    served = serve(keys=keys)
-    with contextlib.ExitStack() as stack:
-        left = [stack.enter_context(served.link("viewer", f"left/{number}", key="left")) for number in range(4)]
-        for link in left[:3]:
-            link.call(m.Status(), PATIENCE)
-        with pytest.raises(ServerFailed, match="3 clients already"):
-            left[3].call(m.Status(), PATIENCE)
-        left[3].close()
-        eye = stack.enter_context(served.link("viewer", "eye", key="eye"))
-        eye.call(m.Status(), PATIENCE)
-        until(lambda: left[2].receive() is None and not left[2].connected)
-        assert all(link.call(m.Status(), PATIENCE) for link in (left[0], left[1], eye))
-
-
-@pytest.mark.parametrize("limit", ["STRANGER_BYTES", "GUEST_BYTES"])
-def test_a_message_that_never_ends_is_cut_before_it_takes_the_memory(serve, monkeypatch, limit):
-    monkeypatch.setattr(connections, limit, 2 << 20)
-    served = serve()
-    with served.link("viewer", "eye") as link, hostile.Peer(served.port) as peer:
-        link.call(m.Status(), PATIENCE)
-        assert limit == "STRANGER_BYTES" or (peer.send(hostile.VALID) and peer.read())
-        until(lambda: not peer.send(hostile.frame(bytes(1 << 16), hostile.MORE)))
-        assert served.refusals() == {"too much unread": 1}
-        link.call(m.Status(), PATIENCE)
-
-
-def test_of_answers_that_nobody_reads_so_many_bytes_wait_and_no_more_are_made_until_they_are_read(serve, spec):
-    served, weights = serve(), bytes(1 << 20)
-    hello = {**hostile.HELLO, "role": "actor", "session": "e" * 32, "outbox": "box", "spec": spec.to_dict()}
-    asked = {"type": "WeightsRequest", "sha256": sha256(weights).hexdigest(), "part": 0, "request": 1}
-    request = hostile.message(hostile.header(None, **asked))
-    with hostile.Peer(served.port) as peer:
-        assert peer.send(hostile.message(hostile.header(None, **hello)))
-        served.publish(weights)
-        assert peer.send(60 * request)
-        until(lambda: served.refusals().get("too much unread"))
-        assert sum(each.bytes for each in served.server.public._unread.values()) <= UNREAD_BYTES
-        assert peer.is_open()  # and it has read all
-        assert peer.send(request)
-        assert len(peer.read(len(weights))) >= len(weights)
-
-
-@pytest.fixture
-def door():
-    """A public socket that nobody serves but the test."""
-    access = AccessControl(f"tcp://127.0.0.1:{free_port()}", None)
-    yield access
-    access.context.destroy(linger=0)
-
-
-def knock(door):
-    """A peer that shakes hands, and lies about when it was let in; and the descriptors of the connections there are."""
-    peer = hostile.Peer(int(door.socket.last_endpoint.rpartition(b":")[2]), greeted=False)
-    lie = b"\x08Admitted" + bytes([0, 0, 0, 4]) + b"1000"
-    assert peer.send(hostile.GREETING + hostile.frame(hostile.READY + lie, hostile.COMMAND))
-    until(lambda: door.turn() or len(peer.socket.recv(100, socket.MSG_PEEK)) > len(hostile.GREETING))
-    assert peer.send(hostile.VALID)
-    return peer, list(door.connections.places)
-
-
-def test_what_a_connection_left_unread_is_not_taken_for_that_of_the_next_one_with_its_descriptor(door):
-    gone, descriptors = knock(door)
-    until(lambda: door.turn() or door.socket.poll(0))
-    gone.socket.close()
-    until(lambda: door.turn() or not door.connections.places)
-    peer, same = knock(door)
-    assert same == descriptors
-    with peer:
-        for guests in (set(), set(same)):
-            for _ in ("Hello", "Heartbeat"):
-                identity, *frames = until(lambda: door.turn() or received(door.socket))
-                door.admit(identity, [frame.buffer for frame in frames])
-            door.connections.welcome(identity, "a key")
-            assert door.connections.places.guests.keys() == guests
-            assert door.connections.living == ({identity.bytes} if guests else set())
-
-
-def test_no_connection_is_cut_for_the_one_that_had_its_descriptor_before(door):
-    gone, (descriptor,) = knock(door)
-    gone.socket.close()
-    until(lambda: door.connections.monitor.poll(0))  # that it has, and nobody looks
-    with hostile.Peer(int(door.socket.last_endpoint.rpartition(b":")[2]), greeted=False) as peer:
-        until(lambda: connections._address(descriptor))
-        door.connections._cut(descriptor, "too many connections", "")
-        assert peer.is_open()
 
 
 def test_clients_that_come_and_go_leave_nothing_that_grows(serve, spec):
