@@ -53,7 +53,7 @@ class Intake:
             return m.Failed("Disconnected", "say Hello again")
         if push.nbytes > wire.MAX_ARRAY:
             raise Refused(f"a Push holds at most {wire.MAX_ARRAY >> 20} MiB of records")
-        if peer.inbox and peer.queued + push.nbytes > 2 * MAX_UNACKNOWLEDGED:
+        if not self._has_room(peer.account, push.nbytes):
             self._access.refuse("too fast", f"{peer.hello.actor} sends more than its window holds")
             return None  # it is asked for this again, as what comes next leaves a gap
         is_first = not peer.inbox
@@ -62,6 +62,11 @@ class Intake:
         if is_first and not self._access.is_exhausted(peer.account):
             self._stage(peer, clock.monotonic() + SLICE_S)
         return None
+
+    def _has_room(self, account: str, size: int) -> bool:
+        """Whether so many bytes may wait beside what waits of all connections of a key (without keys: of an actor)."""
+        waits = sum(peer.queued for peer in self._peers.values() if peer.account == account)
+        return not waits or waits + size <= 2 * MAX_UNACKNOWLEDGED
 
     @property
     def patience(self) -> float:

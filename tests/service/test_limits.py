@@ -13,7 +13,8 @@ from serl_client import messages as m
 from serl_client.episode import MAX_NUMBER
 
 from serl_launcher.service import access, intake, peers
-from serl_launcher.service.peers import Peer, cost
+from serl_launcher.service import server as module
+from serl_launcher.service.peers import KeyOwner, Peer, cost
 from serl_launcher.service.router import FLEET, UNREAD_BYTES, Router, _Unread, bound
 from serl_launcher.service.server import Server
 from serl_launcher.store import sessions
@@ -60,7 +61,7 @@ class Turns:
         self.server._take(self.server.public, zmq.Frame(b"client %d" % client), frames)
 
     def hello(self, client, session=None, earlier=()):
-        name = f"arm{client}"
+        name = f"arm/{client}"
         self.say(client, m.Hello(m.PROTOCOL, "actor", name, session or session_of(client), f"box of {name}", "",
                                  self.spec.to_dict(), earlier))  # fmt: skip
 
@@ -169,6 +170,24 @@ def test_more_than_the_window_holds_is_not_kept_and_asked_for_again(turns, monke
     turns.push(0, *outcomes(50), begin=950)
     turns.work()
     assert (turns.got(0, m.Ack)[-1].expected, turns.got(0, m.Ack)[-1].resend) == (reached, True)
+
+
+def test_a_key_has_no_more_waiting_for_many_connections_than_for_one(turns, monkeypatch):
+    monkeypatch.setattr(access, "OPEN", KeyOwner("arm", "operator"))
+    monkeypatch.setattr(intake, "MAX_UNACKNOWLEDGED", 1 << 12)
+    monkeypatch.setattr(access, "RECORDS", 1)
+    clients = range(20)
+    turns.welcome(*clients)
+    for client in clients:
+        turns.push(client, *outcomes(50))
+    assert 0 < sum(peer.queued for peer in turns.server.peers.values()) <= 2 << 12
+    assert turns.server.access.refusals.counts.keys() == {"too fast"}
+    monkeypatch.setattr(access, "RECORDS", 10**9)
+    turns.work()
+    for client in clients:
+        turns.push(client, *outcomes(50))
+        turns.work()
+    assert {turns.store.expected(session_of(client)) for client in clients} == {50}
 
 
 def test_a_push_holds_no_more_in_several_arrays_than_in_one(turns, monkeypatch):
