@@ -9,6 +9,7 @@ update       how long an update of SAC and of RLPD takes, beside a minimal loop;
 weights      how fast weights reach several receivers
 doors        how long clients wait to be let in while silent sockets of another address take what places they can
 pi0          how fast PI0 answers and is trained, beside what the machine allows
+beside       what the acknowledgements of ten actors wait for, beside an attacker who has a valid key
 page         the page of a full run, docs/benchmarks.md, from what the others printed with --json
 """
 
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before packages 
 from tests.benches import paired
 
 # each a file in tests/benches
-BENCHES = ("control", "wire", "ingest", "replay", "update", "weights", "doors", "pi0", "page")
+BENCHES = ("control", "wire", "ingest", "replay", "update", "weights", "doors", "pi0", "beside", "page")
 
 
 def main() -> None:

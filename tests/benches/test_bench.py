@@ -10,7 +10,7 @@ import pytest
 from serl_launcher.config import composed
 from serl_launcher.training import memory
 from serl_launcher.training.build import build
-from tests.benches import paired
+from tests.benches import beside, paired
 from tests.benches.paired import Figure, cpu_seconds, ratio, rounds
 from tests.shared.common import CONFIG, TOOLS
 from tests.shared.tools import called
@@ -106,11 +106,17 @@ SMALL = {  # {bench: (its words, {(figure, what it stands beside): its goal})}
          ("zero3, 2 ranks: samples", "replicas"): "",
          ("zero3, 2 ranks: peak memory of rank 0", "what was predicted"): ""},
     ),
+    "beside": (
+        "--rounds 1 --seconds 20",
+        {("acknowledgement, p50", "alone"): "<= 1.5", ("acknowledgement, p99 of the worst run", ""): "<= 200",
+         ("steps and records lost", ""): "<= 0"},
+    ),
 }  # fmt: skip
 KEPT = {
     "bytes of it that encoding copies",
     "bytes written per byte of 3x224x224x3",
     "records that were not delivered at the end",
+    *beside.FATES,
 }
 CHEAP = ("ingest", "weights", "doors")
 

@@ -1,16 +1,18 @@
 """An actor of a chaos round: it pushes episodes whose every row names its origin, and notes each before it does."""
 
 import hashlib
+import struct
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 from serl_client import Feature, Segment, Spec, Stamp, TrainerClient
-from serl_client.episode import Outcome
+from serl_client.episode import Outcome, Record
 from serl_client.errors import TrainerError
 
 from .truth import Truth, fingerprint
@@ -54,8 +56,8 @@ class Part:
 def play(part: Part) -> None:
     """Push what `_Work` makes until it is time to stop."""
 
-    def work(client: TrainerClient, pushes: "Pushes", truth: Truth) -> None:
-        work = _Work(part, client, pushes, truth)
+    def work(client: "NotingClient", truth: Truth) -> None:
+        work = _Work(part, client, truth)
         while not part.stop.exists():
             work.turn()
         work.end()
@@ -63,62 +65,50 @@ def play(part: Part) -> None:
     played(part, SPEC, work)
 
 
-def played(part: Part, spec: Spec, work: Callable[[TrainerClient, "Pushes", Truth], None]) -> None:
+def played(part: Part, spec: Spec, work: Callable[["NotingClient", Truth], None]) -> None:
     """Do this work, then drain. Exits with 3 when the learner has sent it away for good."""
-    client = TrainerClient(
-        part.address, actor=part.name, spec=spec, outbox=part.outbox, paced=part.paced, weights_folder=part.weights,
-        key=part.key,
-    )  # fmt: skip
     truth = Truth(part.truth)
-    truth.note(actor=part.name, life=part.life, session=client.session)
-    _note_acknowledged(client, truth)
-    pushes = client.push = Pushes(client.push, truth)
+    client = NotingClient(
+        part.address, truth, part.life, actor=part.name, spec=spec, outbox=part.outbox, paced=part.paced,
+        weights_folder=part.weights, key=part.key,
+    )  # fmt: skip
     with client:
         try:
-            work(client, pushes, truth)
+            work(client, truth)
             drained = client.drain(DRAIN_S)
         except TrainerError as error:
             truth.note(sent_away=str(error))
             sys.exit(3)
-        truth.note(drained=drained, pushed=pushes.count, longest_ms=round(pushes.longest * 1e3, 3))
+        truth.note(drained=drained, pushed=client.pushed, longest_ms=round(client.longest * 1e3, 3))
 
 
-def _note_acknowledged(client: TrainerClient, truth: Truth) -> None:
-    """What the learner acknowledges is noted in the moment in which the outbox hears of it."""
-    outbox = client._outbox
-    acknowledge = outbox.acknowledge
+class NotingClient(TrainerClient):
+    """Notes its session, each record before it is pushed, and what is acknowledged in the moment in which the outbox
+    hears of it. `longest`: seconds that a push took."""
 
-    def noted(session: str, expected: int) -> None:
-        truth.note(acked=[session, expected])
-        acknowledge(session, expected)
+    def __init__(self, address: str, truth: Truth, life: int, **options: Any) -> None:
+        super().__init__(address, **options)
+        self.pushed, self.longest, self._truth = 0, 0.0, truth
+        truth.note(actor=self.actor, life=life, session=self.session)
+        acknowledge = self._outbox.acknowledge
 
-    outbox.acknowledge = noted
+        def noted(session: str, expected: int) -> None:
+            truth.note(acked=[session, expected])
+            acknowledge(session, expected)
 
+        self._outbox.acknowledge = noted
 
-class Pushes:
-    """In the place of a client's `push`: it notes each record before it is pushed, and how long the longest took."""
-
-    def __init__(self, push: Callable[[Segment | Outcome], None], truth: Truth) -> None:
-        self.count, self.longest = 0, 0.0
-        self._push, self._truth = push, truth
-
-    def __call__(self, record: Segment | Outcome) -> None:
-        if isinstance(record, Outcome):
-            what = {"outcome": [record.success, record.discard, record.judged_by]}
-        else:
-            hashes = [fingerprint_of(record, i) for i in range(len(record))]
-            ends = "terminated" * record.terminated + "truncated" * record.truncated
-            what = {"start": record.start, "steps": hashes, "ends": ends}
-        self._truth.note(seq=self.count, episode=record.episode, **what)
+    def push(self, record: Record) -> None:
+        self._truth.note(seq=self.pushed, **facts_of(record))
+        self.pushed += 1
         began = time.monotonic()
-        self._push(record)
+        super().push(record)
         self.longest = max(self.longest, time.monotonic() - began)
-        self.count += 1
 
 
 class _Work:
-    def __init__(self, part: Part, client: TrainerClient, pushes: Pushes, truth: Truth) -> None:
-        self._part, self._client, self._pushes, self._truth = part, client, pushes, truth
+    def __init__(self, part: Part, client: NotingClient, truth: Truth) -> None:
+        self._part, self._client, self._truth = part, client, truth
         self._random = Random(f"{part.seed}/{part.number}/{part.life}")
         self._episode, self._step, self._left, self._episodes, self._made = "", 0, 0, 0, 0
         self._directive, self._version, self._next = {}, 0, time.monotonic()
@@ -163,7 +153,7 @@ class _Work:
 
     def _segment(self, steps: int, ends: str) -> None:
         part, rows = self._part, steps + bool(ends)
-        origin = [[part.seed, part.number, part.life, self._pushes.count, row] for row in range(rows)]
+        origin = [[part.seed, part.number, part.life, self._client.pushed, row] for row in range(rows)]
         state = np.array(origin, np.int64)
         images = [np.frombuffer(hashlib.shake_128(row.tobytes()).digest(24 * 24 * 3), np.uint8) for row in state]
         segment = Segment(
@@ -184,13 +174,25 @@ class _Work:
             self._truth.note(weights=[self._version, hashlib.sha256(path.read_bytes()).hexdigest()])
 
 
-def fingerprint_of(segment: Segment, i: int) -> str:
+def facts_of(record: Record) -> dict[str, Any]:
+    """What the checker has to know of a record."""
+    if isinstance(record, Outcome):
+        return {"episode": record.episode, "outcome": [record.success, record.discard, record.judged_by]}
+    ends = "terminated" * record.terminated or "truncated" * record.truncated
+    steps = [_fingerprint(record, i) for i in range(len(record))]
+    return {"episode": record.episode, "start": record.start, "steps": steps, "ends": ends}
+
+
+def _fingerprint(segment: Segment, i: int) -> str:
     """That of step `i` of a segment."""
     last = segment.ends and i == len(segment) - 1
     seen = [array[j] for j in range(i, i + 1 + last) for _, array in sorted(segment.observation.items())]
     flags = 4 * bool(segment.intervened[i]) + 8 * bool(segment.chunk_start[i]) + 16 * bool(segment.gap[i])
-    return fingerprint(
-        seen, segment.action[i], reward=float(segment.reward[i]), time=float(segment.time[i]),
-        weights=segment.stamp.weights_version, directive=segment.stamp.directive, index=segment.start + i,
-        flags=flags + last * (1 * segment.terminated + 2 * segment.truncated),
-    )  # fmt: skip
+    try:
+        return fingerprint(
+            seen, segment.action[i], reward=float(segment.reward[i]), time=float(segment.time[i]),
+            weights=segment.stamp.weights_version, directive=segment.stamp.directive, index=segment.start + i,
+            flags=flags + last * (1 * segment.terminated + 2 * segment.truncated),
+        )  # fmt: skip
+    except (ArithmeticError, struct.error):
+        return "of a number that a step has no room for"

@@ -49,9 +49,13 @@ class Life:
     drained: bool = False
 
 
-def check(store: Path, truths: Sequence[Path], outboxes: Iterable[Path], archived: Collection[str]) -> Report:
+def check(
+    store: Path, truths: Sequence[Path], outboxes: Iterable[Path], archived: Collection[str],
+    strangers: Collection[str] = (),
+) -> Report:  # fmt: skip
     """Everything that is wrong with a store whose server has ended, and with outboxes whose actors have drained;
-    `archived` are the sources that an episode leaves only when the index says that it is archived."""
+    `archived` are the sources that an episode leaves only when the index says that it is archived. What the keys of
+    `strangers` have brought was noted by nobody."""
     report, lives = Report(), _lives(truths)
     report.produced = sum(len(life.records) for life in lives.values())
     report.acked = sum(life.acked for life in lives.values())
@@ -60,8 +64,10 @@ def check(store: Path, truths: Sequence[Path], outboxes: Iterable[Path], archive
         return report
     with opened(store) as index:
         damaged = {tuple(note["damaged"]) for path in truths for note in notes(path) if "damaged" in note}
-        _take_losses(index, lives, damaged, report)
-        compare(Found(store, index, report.violations), lives, archived, report)
+        found = Found(store, index, report.violations)
+        found.forget(strangers)
+        _take_losses(found, lives, damaged, report)
+        compare(found, lives, archived, report)
         for path in truths:
             check_numbers(index, notes(path), path.name, report)
         newest = index.execute("SELECT sha256 FROM weights ORDER BY version DESC LIMIT 1").fetchone()
@@ -122,12 +128,10 @@ def _lives(truths: Iterable[Path]) -> dict[str, Life]:
     return lives
 
 
-def _take_losses(
-    index: sqlite3.Connection, lives: dict[str, Life], damaged: Collection[tuple[str, int]], report: Report
-) -> None:
+def _take_losses(found: Found, lives: dict[str, Life], damaged: Collection[tuple[str, int]], report: Report) -> None:
     """An actor may declare as lost what was damaged in its outbox, and the rest of that episode; nobody has to keep
     that any more. `damaged` are (session, seq)."""
-    declared = {tuple(row) for row in index.execute("SELECT session, seq FROM lost")}
+    declared = set(found.lost)
     for life in lives.values():
         is_cut = False
         for seq, note in sorted(life.records.items()):

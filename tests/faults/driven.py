@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from serl_client import TrainerClient, faults
+from serl_client import faults
 from serl_client.runner import run_actor
 from serl_client.spec import Array, Feature
 
@@ -17,7 +17,7 @@ from robot_infra.interfaces import Verdict
 from robot_infra.judges import Function
 from robot_infra.tasks.fake import FakeArm, guarded
 
-from .actor import Part, Pushes, played
+from .actor import NotingClient, Part, played
 from .truth import Truth
 
 FPS, STEPS = 20.0, 30  # of an episode
@@ -89,7 +89,7 @@ def play(part: Part) -> None:
     robot = guarded(HangingArm, fps=FPS, guard=True, folder=str(part.hangs))
     with RobotEnv(robot, judge=never, task="chaos", fps=FPS, max_steps=STEPS, clock="real") as env:
 
-        def work(client: TrainerClient, pushes: Pushes, truth: Truth) -> None:
+        def work(client: NotingClient, truth: Truth) -> None:
             with suppress(Stopped):
                 run_actor(env, _Drift(env.spec.action, part.seed), client, seed=part.seed, operator=_Person(part.stop))
 

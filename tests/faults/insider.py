@@ -1,7 +1,6 @@
 """A peer that is let in and speaks the protocol well, and whose records say what no honest actor would say."""
 
 import dataclasses
-import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
@@ -73,12 +72,4 @@ class Insider(RawActor):
         honest = [blank_segment(actor.SPEC, f"{self.session}-episode", i, LENGTH, **stamp) for i in (0, LENGTH)]
         self._records = [honest[0], dataclasses.replace(honest[1], **self._change(honest[1]))]
         for seq, record in enumerate(self._records):
-            steps = [_fingerprint(record, i) for i in range(len(record))]
-            self._truth.note(seq=seq, episode=record.episode, start=record.start, steps=steps, ends="")
-
-
-def _fingerprint(segment: Segment, i: int) -> str:
-    try:
-        return actor.fingerprint_of(segment, i)
-    except (ArithmeticError, struct.error):
-        return "of a number that a step has no room for"
+            self._truth.note(seq=seq, **actor.facts_of(record))

@@ -30,7 +30,7 @@ from tests.shared.common import until
 from tests.shared.oracle import Found, opened
 
 from . import checker
-from .actor import fingerprint_of
+from .actor import facts_of
 
 CAPACITIES = {"demo": 48, "online": 64}
 ADDED = {"late": 48}  # a source that the second life of the server adds
@@ -220,13 +220,7 @@ class Promises:
 def note(session: str, seq: int) -> dict[str, Any]:
     """What the actor knows of a record, as the checker takes it."""
     made = record(session, seq)
-    if isinstance(made, LostRecord):
-        return {"lost": True}
-    if isinstance(made, Outcome):
-        return {"episode": made.episode, "outcome": [made.success, made.discard, made.judged_by]}
-    ends = "terminated" * made.terminated or "truncated" * made.truncated
-    steps = [fingerprint_of(made, i) for i in range(len(made))]
-    return {"episode": made.episode, "start": made.start, "steps": steps, "ends": ends}
+    return {"lost": True} if isinstance(made, LostRecord) else facts_of(made)
 
 
 def broken(run_dir: Path, promises: Promises) -> list[str]:

@@ -13,7 +13,6 @@ from serl_client import messages as m
 from serl_client.episode import MAX_NUMBER
 
 from serl_launcher.service import access, intake, peers
-from serl_launcher.service import server as module
 from serl_launcher.service.peers import KeyOwner, Peer, cost
 from serl_launcher.service.router import FLEET, UNREAD_BYTES, Router, _Unread, bound
 from serl_launcher.service.server import Server

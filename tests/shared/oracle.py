@@ -8,7 +8,7 @@ import hashlib
 import json
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +77,7 @@ class Found:
         self.sessions = {row["session"]: row for row in index.execute("SELECT * FROM sessions")}
         self.episodes = {row["id"]: row for row in index.execute("SELECT * FROM episodes")}
         self.outcomes = index.execute("SELECT rowid, * FROM outcomes ORDER BY rowid").fetchall()
+        self.lost = {tuple(row) for row in index.execute("SELECT session, seq FROM lost")}
         self.archived = {row[0] for row in index.execute("SELECT number FROM archived")}
         self.steps: dict[int, list[Step]] = defaultdict(list)  # of each episode, by its number
         self.parts: dict[str, list[sqlite3.Row]] = defaultdict(list)  # of what an actor calls one episode, in order
@@ -86,6 +87,13 @@ class Found:
             mine = [row for row in self.episodes.values() if row["source"] == source["name"]]
             for step in _steps(store / source["name"], self.spec, source, mine, violations):
                 self.steps[step.episode].append(step)
+
+    def forget(self, owners: Collection[str]) -> None:
+        """Leave out the sessions, outcomes and losses that these keys have brought; their steps stay."""
+        gone = {name for name, row in self.sessions.items() if row["owner"] in owners}
+        self.sessions = {name: row for name, row in self.sessions.items() if name not in gone}
+        self.outcomes = [row for row in self.outcomes if row["session"] not in gone]
+        self.lost = {(session, seq) for session, seq in self.lost if session not in gone}
 
     def tail(self, episode: Mapping[str, Any]) -> int:
         return self.sources[episode["source"]]["tail"]
