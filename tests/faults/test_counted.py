@@ -27,5 +27,5 @@ def test_a_quickstart_whose_processes_are_killed_goes_on_to_its_end_and_is_count
     steps[last % len(steps)] = 0
     counted.Counted(run.run_dir, wrong := []).check({"online": {last: 1}}, {"nobody's": 1})
     sentences = "is damaged, or not there", "that were durable and are not there: 1", "records of session nobody's"
-    for sentence in (*sentences, "env_steps: 1,", "eval: successes of 2"):
+    for sentence in (*sentences, "env_steps: 1,", "eval: episodes, starts, successes"):
         assert any(sentence in violation for violation in wrong), (sentence, wrong)
