@@ -24,8 +24,8 @@ from zmq.utils.monitor import parse_monitor_message
 from serl_launcher.service.places import Places
 
 CONNECTIONS = 256  # of guests at once, and of strangers
-WINDOW, FLEET = 16 << 20, 16  # bytes on the way of an actor; actors of one key that may all be late at once
-GUEST_BYTES = wire.MAX_MESSAGE + WINDOW  # unread, of a key: its largest message, and a window of each connection
+WINDOW, FLEET = 16 << 20, 16  # bytes on the way of an actor; into how many parts those of one key divide them at most
+GUEST_BYTES = wire.MAX_MESSAGE + WINDOW  # unread, of a key: its largest message, or the windows of its actors
 STRANGER_BYTES = 4 << 20  # unread, of all connections of an address that are no guests: a Hello has at most 1 MiB
 LOOK_S = 0.1  # between two looks at what has come
 FRAME_BYTES = 128  # more than a frame has on the wire beside its data; heartbeats are counted by nothing else
@@ -110,6 +110,12 @@ class Connections:
             event = parse_monitor_message(self.monitor.recv_multipart())
             self._events.append((event["event"], event["value"]))
 
+    def window(self, key: str) -> int:
+        """Return how many bytes an actor that is welcomed now may have on their way: less where others of its key are
+        here, so that all of them together bring no more than may be unread. key: "" where there are none."""
+        several = list(self.places.guests.values()).count(key) if key else 1
+        return WINDOW // min(max(several, 1), FLEET)
+
     def _happened(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
             self._accepted += 1
@@ -136,8 +142,7 @@ class Connections:
         for descriptor, address in self.places.strangers.items():
             unread[address, STRANGER_BYTES][descriptor] = self._unread(descriptor)
         for (group, most), amounts in unread.items():
-            windows = min(len(amounts), FLEET) - 1 if most == GUEST_BYTES else 0
-            if sum(amounts.values()) > most + windows * WINDOW:
+            if sum(amounts.values()) > most:
                 worst = max(amounts, key=amounts.__getitem__)
                 self._cut(worst, "too much unread", f"{amounts[worst] >> 20} MiB of {group}")
 

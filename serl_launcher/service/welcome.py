@@ -14,7 +14,7 @@ from serl_client.spec import Spec
 
 from serl_launcher.service.connections import CONNECTIONS, Connections
 from serl_launcher.service.failures import Failures, Request
-from serl_launcher.service.intake import MAX_UNACKNOWLEDGED, Intake
+from serl_launcher.service.intake import Intake
 from serl_launcher.service.keeper import StoreKeeper
 from serl_launcher.service.peers import Address, KeyOwner, Peer, check_hello
 from serl_launcher.service.updates import StateUpdates
@@ -106,9 +106,10 @@ class Welcomes:
             ordinal = self._position(hello.session)
         peer.updated = self._updates.of(peer)
         run, spec = (store.run, store.spec.to_dict()) if store else ("", None)
+        window = self._connections.window(peer.owner.name if peer.owner else "")
         inference = self._inference if peer.owner is not None else ""  # on the learner's own address nobody asks
         state = asdict(peer.updated)
-        return m.Welcome(run, ordinal, MAX_UNACKNOWLEDGED, expected, spec, inference, state, self._history)
+        return m.Welcome(run, ordinal, window, expected, spec, inference, state, self._history)
 
     def _enter(self, hello: m.Hello, owner: KeyOwner | None) -> None:
         """Check the actor's Spec against the run's, or make the store of the first one, and note its sessions."""

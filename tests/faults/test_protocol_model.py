@@ -13,7 +13,7 @@ from serl_client import outbox as outbox_module
 from serl_client import send_queue as stream_module
 from serl_client.errors import Refused
 
-from serl_launcher.service import intake, welcome
+from serl_launcher.service import connections, intake
 from serl_launcher.service import peers as peers_module
 from serl_launcher.service import server as server_module
 from tests.faults.beside_model import Real, shown
@@ -84,8 +84,8 @@ def real(spec, make_segment, monkeypatch):
     """real() -> a Real that begins a new history; on a memory disk where there is one."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     record = sum(len(part) for part in m.encode_record(0, make_segment("0" * len("000000a0"), 0, 0, 1)))
-    for module in intake, welcome:
-        monkeypatch.setattr(module, "MAX_UNACKNOWLEDGED", Protocol.window * record)
+    for module, name in ((intake, "MAX_UNACKNOWLEDGED"), (connections, "WINDOW")):
+        monkeypatch.setattr(module, name, Protocol.window * record)
     monkeypatch.setattr(outbox_module, "SLICE_BYTES", 1)
     monkeypatch.setattr(stream_module, "STALL", float("inf"))
     monkeypatch.setattr(os, "fdatasync", lambda _: _fail() if made and made[-1].disk_fails else None)

@@ -13,6 +13,7 @@ from serl_client import messages as m
 from serl_client.episode import MAX_NUMBER
 
 from serl_launcher.service import access, intake, peers
+from serl_launcher.service.connections import GUEST_BYTES, WINDOW
 from serl_launcher.service.peers import KeyOwner, Peer, cost
 from serl_launcher.service.router import FLEET, UNREAD_BYTES, Router, _Unread, bound
 from serl_launcher.service.server import Server
@@ -187,6 +188,35 @@ def test_a_key_has_no_more_waiting_for_many_connections_than_for_one(turns, monk
         turns.push(client, *outcomes(50))
         turns.work()
     assert {turns.store.expected(session_of(client)) for client in clients} == {50}
+
+
+def test_the_actors_of_a_key_share_what_may_be_on_its_way_so_that_all_windows_fit_into_what_may_be_unread(
+    turns, monkeypatch
+):
+    monkeypatch.setattr(access, "OPEN", KeyOwner("arm", "operator"))
+    monkeypatch.setattr(turns.server.access.connections, "_unread", lambda _: 0)
+    guests, windows = turns.server.access.connections.places.guests, []
+    for client in range(FLEET + 4):
+        guests[client] = "arm"
+        turns.welcome(client)
+        windows.append(turns.got(client, m.Welcome)[0].max_unacknowledged)
+    assert windows[:2] + windows[FLEET:] == [WINDOW, WINDOW // 2] + [WINDOW // FLEET] * 4
+    assert sum(windows) < GUEST_BYTES
+    guests.clear()
+
+
+def test_a_key_brings_no_more_by_many_connections_than_by_one(turns, monkeypatch):
+    watched, cut = turns.server.access.connections, []
+    monkeypatch.setattr(watched, "_has_keys", True)
+    monkeypatch.setattr(watched, "_unread", lambda descriptor: (GUEST_BYTES >> 3) + descriptor)
+    monkeypatch.setattr(watched, "_cut", lambda descriptor, *_: cut.append(descriptor))
+    watched.places.guests |= {number: "arm" for number in range(7)} | {7: "other", 8: "other"}
+    watched._look()
+    assert not cut
+    watched.places.guests |= {9: "arm"}
+    watched._look()
+    assert cut == [9]
+    watched.places.guests.clear()
 
 
 def test_a_push_holds_no_more_in_several_arrays_than_in_one(turns, monkeypatch):
