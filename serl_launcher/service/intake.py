@@ -1,6 +1,7 @@
 """Takes records in: queues them by client, takes turns, commits them in groups, and acknowledges.
 
-While a group is being synced the next one gathers in the sockets, so groups grow with the load.
+While a group is being synced the next one gathers in the sockets, so groups grow with the load. But whoever brings
+little does not wait for those who bring much: a group that holds a record of such a client ends soon after it.
 """
 
 import sqlite3
@@ -27,6 +28,7 @@ log = throttled(__name__)
 MAX_UNACKNOWLEDGED = 16 << 20  # bytes of one actor on the wire
 GROUP_S = 0.02  # of gathering a group, or as long as the last one took to commit, if that is more
 LEAST_S = 0.002  # of it, before what has come meanwhile is looked at
+FEW = 4  # records of a group, for which it does not gather on: more than an actor brings at a time
 SLICE_S = 0.001  # for the records of one client, until it is the next one's turn
 
 
@@ -40,6 +42,7 @@ class Intake:
         self._keeper, self._access, self._peers = keeper, access, peers
         self._failures, self._updates = failures, updates
         self._committing = 0.0  # seconds that the last group took to commit
+        self._group: dict[str, tuple[float, int]] = {}  # of each account in it: (since when, records)
 
     # -- queues
     def push(self, peer: Peer, push: m.Push, identity: zmq.Frame) -> m.Message | None:
@@ -74,6 +77,13 @@ class Intake:
         return min(max(GROUP_S, self._committing), 10 * GROUP_S)
 
     @property
+    def is_awaited(self) -> bool:
+        """Whether the group is to end now, for somebody who has few records in it: as much time has gone by since the
+        first of them as the last group took to commit."""
+        due = clock.monotonic() - max(LEAST_S, min(self._committing, GROUP_S))
+        return any(since < due and count <= FEW for since, count in self._group.values())
+
+    @property
     def has_work(self) -> bool:
         """Whether records wait that may be staged now."""
         return any(peer.inbox and not self._access.is_exhausted(peer.account) for peer in self._peers.values())
@@ -81,8 +91,8 @@ class Intake:
     def work(self, *sockets: zmq.Socket) -> None:
         """Stage what clients have queued, one slice of time for each by turns, until the group is large enough.
 
-        A group ends early when something has come to `sockets` meanwhile, so that a client with much to say holds up
-        nobody.
+        A group ends early when something has come to `sockets` meanwhile, or when it is awaited, so that a client with
+        much to say holds up nobody.
         """
         now = begin = clock.monotonic()
         end = begin + self.patience
@@ -97,7 +107,7 @@ class Intake:
                     continue
                 self._peers[address] = peer  # the others come before its next turn
                 self._turn(peer, now + SLICE_S)
-                if (now := clock.monotonic()) > end:
+                if (now := clock.monotonic()) > end or self.is_awaited:
                     return
 
     def _turn(self, peer: Peer, end: float) -> None:
@@ -156,6 +166,8 @@ class Intake:
             raise
         incoming.has_gap = incoming.is_told = False
         incoming.due = True
+        since, count = self._group.get(peer.account, (clock.monotonic(), 0))
+        self._group[peer.account] = since, count + 1
         return True
 
     def _check_owner(self, store: Store, peer: Peer, session: str, record: QueuedRecord) -> None:
@@ -190,6 +202,7 @@ class Intake:
     def commit(self) -> None:
         """Make the group durable, then acknowledge it; or try to open a store again whose disk failed."""
         store, begin = self._keeper.store, clock.monotonic()
+        self._group.clear()
         if store is None:
             return
         due = [peer for peer in self._peers.values() if any(each.due for each in peer.incoming.values())]

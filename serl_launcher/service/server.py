@@ -113,7 +113,7 @@ class Server:
         """Handle what has come on a socket: at most `most` messages, and no longer than a group may take to gather."""
         end = clock.monotonic() + self.intake.patience
         for _ in range(most):
-            if clock.monotonic() > end or not (came := received(socket)):
+            if clock.monotonic() > end or self.intake.is_awaited or not (came := received(socket)):
                 return
             identity, *frames = came
             self._take(socket, identity, [frame.buffer for frame in frames])

@@ -110,6 +110,26 @@ def test_a_flood_leaves_a_part_of_each_group_to_the_others(turns, monkeypatch):
     assert turns.server.intake.has_work
 
 
+@pytest.mark.parametrize("flood", ["records", "messages"])
+def test_a_group_ends_soon_after_a_record_of_who_brings_little(turns, monkeypatch, flood):
+    monkeypatch.setattr(intake, "GROUP_S", 2.0)
+    turns.welcome(0, 1)
+    if flood == "records":
+        turns.push(0, *outcomes(9_000))
+        turns.push(1, make_segment("x", directive=turns.number))
+        turns.server.intake.work()
+        assert 0 < turns.store.sessions[session_of(0)].expected < access.RECORDS
+    else:
+        turns.push(1, make_segment("x", directive=turns.number))
+        said, beat = [], [zmq.Frame(bytes(frame)) for frame in m.encode(m.Heartbeat({}))]
+        monkeypatch.setattr(module, "received", lambda _: said.append(1) or [zmq.Frame(b"client 0"), *beat])
+        turns.server._drain(turns.server.public, most=20_000)
+        assert len(said) < 20_000
+    turns.server.intake.commit()
+    assert [ack.expected for ack in turns.got(1, m.Ack)] == [1]
+    assert not turns.server.intake.is_awaited
+
+
 def test_what_waits_for_its_turn_is_staged_in_order_and_all_of_it(turns, monkeypatch):
     monkeypatch.setattr(access, "RECORDS", 10**9)
     monkeypatch.setattr(intake, "SLICE_S", 0.0)  # one record at each turn
