@@ -66,6 +66,7 @@ def check(
         damaged = {tuple(note["damaged"]) for path in truths for note in notes(path) if "damaged" in note}
         found = Found(store, index, report.violations)
         found.forget(strangers)
+        found.archived |= {number for path in truths for note in notes(path) for number in note.get("archiving", ())}
         _take_losses(found, lives, damaged, report)
         compare(found, lives, archived, report)
         for path in truths:
@@ -293,7 +294,8 @@ def check_numbers(index: sqlite3.Connection, said: Iterable[Mapping[str, Any]], 
     """Numbers that were given for directives, commands and weights are there, name what they named, and only grow."""
     directives = {number: json.loads(body) for number, body in index.execute("SELECT number, body FROM directives")}
     commands, weights = (dict(index.execute(f"SELECT {words}").fetchall()) for words in (COMMANDS, WEIGHTS))
-    archived, newest = {row[0] for row in index.execute("SELECT number FROM archived")}, Counter[str]()
+    left = "SELECT number FROM episodes WHERE first < (SELECT tail FROM sources WHERE name = source)"  # the store
+    archived, newest = {row[0] for row in index.execute(f"SELECT number FROM archived UNION {left}")}, Counter[str]()
     for note in said:
         if not set(note.get("archived", ())) <= archived:
             report.violations.append("episodes whose archiving was answered are not archived")
