@@ -6,7 +6,7 @@ next start it skips episodes that are whole in the store. One that a crash has c
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,9 @@ from serl_client.names import MAX_NAME
 from serl_client.spec import Spec
 
 from serl_launcher.datasets import robomimic
-from serl_launcher.datasets.names import unsaid
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.datasets.robomimic import RobomimicFile
+from serl_launcher.datasets.units import Conversion, conversions, degrees_per_percent
 from serl_launcher.error_log import ERRORS, write_traceback
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.service.link import ask, connect, wait_for_spec
@@ -39,6 +39,7 @@ PENDING = 32 << 20  # bytes that may wait for the server; until then they are on
 TELL_S = 10.0  # seconds between two lines of progress
 DAMAGED = "importer: "  # begins `judged_by` of an episode that could be read in part only; the reason follows
 PART = re.compile(r"\.part\d+$")  # the store adds it to the id of an episode's part
+NAME = re.compile(r"(.*)-\d{6,}(-deg\w{8})?(~\d+)?")  # an id of ours: dataset, index, conversion, attempt
 OUTSIDE = 0.01  # warn if a larger share of the action's values is outside the run's bounds
 
 
@@ -48,9 +49,14 @@ def dataset_at(name: str) -> Dataset | RobomimicFile:
 
 
 def open_datasets(plan: Plan) -> dict[str, Dataset | RobomimicFile]:
-    """Open the datasets of a plan, {source: dataset}. Raises ConfigError for a missing or too large one."""
+    """Open the datasets of a plan, {source: dataset}. Raises ConfigError for one that is missing or too large.
+
+    The same for a calibration that cannot be read.
+    """
     found = {name: dataset_at(source.dataset) for name, source in plan.sources.items() if source.dataset}
     for name, dataset in found.items():
+        if plan.sources[name].calibration:
+            degrees_per_percent(plan.sources[name].calibration)
         steps, longest, capacity = sum(dataset.lengths), max(dataset.lengths, default=0), plan.sources[name].capacity
         if steps + longest > capacity:
             raise ConfigError(
@@ -76,24 +82,8 @@ def import_datasets(plan: Plan, run_dir: Path, *, local: str, waits: bool) -> No
                     f"plan.sources.{name}.dataset: {dataset.folder} is not of this run's robot: {misfit}. Take "
                     "a dataset of this robot, or another task or run_dir"
                 )
-            _check_units(name, plan.sources[name].units, dataset.folder, unsaid(dataset.described(spec), spec))
-        for name, dataset in datasets.items():
-            _Import(link, name, dataset, spec, local, run_dir).run()
-
-
-def _check_units(source: str, said: str | None, folder: Path | str, asked: Mapping[str, str]) -> None:
-    """Raise ConfigError unless the unit that the plan says of a dataset is that of the run, {feature: unit}."""
-    for name, unit in asked.items():
-        if said is None:
-            raise ConfigError(
-                f"{folder} does not say what its {name} is measured in, and the run's is in {unit}: find out, then "
-                f"write plan.sources.{source}.units=degrees, percent or radians (lerobot-record: degrees since PR 2968)"
-            )
-        if said != unit:
-            raise ConfigError(
-                f"plan.sources.{source}.units={said}: the run's {name} is in {unit}, and nothing is converted. Begin "
-                "another run whose task is in the dataset's unit (task=so101: use_degrees)"
-            )
+        for name, conversion in conversions(plan, datasets, spec).items():
+            _Import(link, name, datasets[name], spec, local, run_dir, conversion).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +97,10 @@ class _Missing:
 
 class _Import:
     def __init__(
-        self, link: Connection, source: str, dataset: Dataset | RobomimicFile, spec: Spec, address: str, run_dir: Path
-    ) -> None:
+        self, link: Connection, source: str, dataset: Dataset | RobomimicFile, spec: Spec, address: str, run_dir: Path,
+        conversion: Conversion,
+    ) -> None:  # fmt: skip
+        self._conversion, self._begin = conversion, f"dataset-{source}-{dataset.name[:100]}"
         self._link, self._source, self._dataset, self._spec = link, source, dataset, spec
         self._address, self._run_dir, self._folder = address, run_dir, run_dir / "actors" / f"dataset-{source}"
         self._left_out: dict[int, str] = {}  # index of an episode in the dataset -> why it is not imported
@@ -164,8 +156,9 @@ class _Import:
             if episode.success is not None:
                 yield Outcome(entry.id, episode.success)
             for segment in episode.segments(spec, entry.id, stamp):
-                segment.check(spec)
-                yield segment
+                converted = self._conversion.converted(segment)
+                converted.check(spec)
+                yield converted
                 has_begun = True
         except Exception as error:
             if is_machines(error):
@@ -195,6 +188,12 @@ class _Import:
 
     def _missing(self) -> list[_Missing]:
         self._hear()
+        there = [found for id in self._parts if (found := NAME.fullmatch(id)) and found[1] == self._begin]
+        if any((found[2] or "") != self._conversion.mark for found in there):
+            raise ConfigError(
+                f"source {self._source} holds {self._dataset.folder} as it was imported with another unit or "
+                "calibration: say the same again, or use another run_dir"
+            )
         missing = []
         for index, length in enumerate(self._dataset.lengths):
             cut: list[str] = []
@@ -217,7 +216,7 @@ class _Import:
             self._hear()
 
     def _names(self, index: int) -> Iterator[str]:
-        name = f"dataset-{self._source}-{self._dataset.name[:100]}-{index:06d}"
+        name = f"{self._begin}-{index:06d}{self._conversion.mark}"
         yield name
         attempt = 1
         while True:

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 import numpy as np
 from serl_client.spec import Feature, Spec
 
-from serl_launcher.training.plan import ANGLES
-
 MANIFEST = "retake.json"  # the file in which a shard says what LeRobot has no place for
 LEFT_OUT = "left_out"  # folder beside those of the sources: the episodes that no shard takes, as NumPy files
 INSTALL = "run `uv sync --inexact --extra data` here"
@@ -61,21 +59,11 @@ def column(name: str, spec: Spec) -> str:
     return f"extras.{name}" if name in RESERVED else name
 
 
-def unsaid(features: Mapping[str, Feature], spec: Spec) -> dict[str, str]:
-    """Return {name: the run's unit, of ANGLES} of the vectors of which a dataset says no unit and the run says one.
-
-    Where entries in percent stand beside others, as lerobot's grippers do, the unit is that of the others.
-    """
-    asked = {}
-    for name, theirs in {**spec.observation, "action": spec.action}.items():
-        units = {word for word, unit in ANGLES.items() if unit in theirs.units}
-        if units and not features[name].units:
-            asked[name] = " and ".join(sorted(units - {"percent"} or units))
-    return asked
-
-
 def misfit(features: Mapping[str, Feature], fps: float, spec: Spec) -> str:
-    """Return why a dataset with these features and this rate does not fit a run with this Spec; empty if it does."""
+    """Return why a dataset with these features and this rate does not fit a run with this Spec; empty if it does.
+
+    Units are no part of it: those may be converted (units.py).
+    """
     wrong = [f"its rate is {fps:g} fps, the run's {spec.fps:g}"] * (fps != spec.fps)
     for name, theirs in {**spec.observation, "action": spec.action}.items():
         mine = features.get(name)
@@ -87,6 +75,4 @@ def misfit(features: Mapping[str, Feature], fps: float, spec: Spec) -> str:
             wrong.append(f"its {name} is {mine.dtype}, the run's {theirs.dtype}")
         elif mine.names and theirs.names and mine.names != theirs.names:
             wrong.append(f"its {name} holds {', '.join(mine.names)}, the run's {', '.join(theirs.names)}")
-        elif mine.units and theirs.units and mine.units != theirs.units:
-            wrong.append(f"its {name} is in {list(mine.units)}, the run's in {list(theirs.units)}")
     return "; ".join(wrong)

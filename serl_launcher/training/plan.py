@@ -31,6 +31,8 @@ class PlanSource:
     archive: where an episode must be before it may leave: `lerobot` (in exported shards) or `none` (nowhere).
     dataset: a LeRobot dataset's folder, or robomimic's file, that fills this source before the first phase; None: none.
     units: what a dataset that does not say it is measured in: `degrees`, `percent` or `radians`; None: it is not asked.
+    calibration: lerobot's file of the arm that was recorded, by which a dataset in percent becomes degrees; None: it
+        stays as it is.
     on_silence: seconds without a message after which an actor's open episode is truncated. inf: keep it until the actor
         is back. None: keep it for an actor with a real clock, truncate it for a simulated one.
     """
@@ -40,6 +42,7 @@ class PlanSource:
     dataset: str | None = None
     on_silence: float | None = None
     units: str | None = None
+    calibration: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

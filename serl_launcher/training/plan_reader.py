@@ -19,6 +19,9 @@ METRICS = ("success", "unassisted_success")
 ARCHIVES = ("none", "lerobot")
 ACTIONS = ("checkpoint", "publish", "fit_normalizer")
 EVAL_CAPACITY = 20_000  # steps, unless the plan says another
+FILES = {  # words of a source: what they should be
+    "dataset": "the folder of a LeRobot dataset, or a robomimic file", "calibration": "lerobot's calibration file",
+}  # fmt: skip
 LEAST_CAPACITY = 100  # steps
 EXAMPLE = "'env_steps >= 20000', 'demo.episodes >= 20', 'success[20] >= 0.9 and episodes >= 50' or 'operator'"
 
@@ -122,18 +125,19 @@ def _sources(node: _Node) -> tuple[dict[str, p.PlanSource], dict[str, View]]:
             raise entry.error("a name has letters, digits and _ only")
         entry.entries()
         if "of" not in entry.value:
-            entry.keys(required=("capacity",), optional=("archive", "dataset", "on_silence", "units"))
+            entry.keys(required=("capacity",), optional=("archive", *FILES, "on_silence", "units"))
             archive = entry.at("archive", "none").word(ARCHIVES, "archive")
-            dataset = entry.at("dataset")
-            if dataset.value is not None and not isinstance(dataset.value, str):
-                raise dataset.error(
-                    f"should be the folder of a LeRobot dataset, or a robomimic file, not {dataset.value!r}"
-                )
+            files = {word: entry.at(word) for word in FILES}
+            for word, file in files.items():
+                if file.value is not None and not isinstance(file.value, str):
+                    raise file.error(f"should be {FILES[word]}, not {file.value!r}")
             silence = _on_silence(entry.at("on_silence"))
             units = entry.at("units")
             said = None if units.value is None else units.word(p.ANGLES, "unit")
             capacity = entry.at("capacity").whole(LEAST_CAPACITY)
-            sources[name] = p.PlanSource(capacity, archive, dataset.value, silence, said)
+            sources[name] = p.PlanSource(
+                capacity, archive, files["dataset"].value, silence, said, files["calibration"].value
+            )
     for name, entry in node.entries():
         if name not in sources and name != p.EVAL:
             entry.keys(required=("of",), optional=("keep", "min_length", "split", "start_steps"))

@@ -131,9 +131,9 @@ def opened(folder):
     return dataset, {name: np.array(values) for name, values in table.items() if name not in dataset.meta.camera_keys}
 
 
-def bring(server, dataset, *, waits=False, units=None):
-    """Import a dataset, given by its place, into the source `demo` of a server."""
-    plan = Plan({"demo": PlanSource(server.capacity, dataset=str(dataset), units=units)}, {}, {})
+def bring(server, dataset, *, waits=False, **words):
+    """Import a dataset, given by its place, into the source `demo` of a server. words: of that source."""
+    plan = Plan({"demo": PlanSource(server.capacity, dataset=str(dataset), **words)}, {}, {})
     import_datasets(plan, server.run_dir, local=server.local, waits=waits)
 
 

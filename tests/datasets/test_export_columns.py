@@ -14,6 +14,7 @@ from serl_client.errors import ConfigError
 
 from serl_launcher.datasets import episodes, export, shards
 from serl_launcher.datasets.reader import Dataset
+from serl_launcher.datasets.units import conversions
 from serl_launcher.training.plan import Plan, PlanSource
 from tests.shared.common import STATE
 
@@ -88,10 +89,11 @@ def test_every_kind_of_feature_comes_back_from_a_shard(tmp_path):
     dataset = Dataset(tmp_path / "datasets/online/000001-000002")
     assert dataset.misfit(spec) == ""
     unsaid = Feature((2,), low=-1, high=1)
-    assert dataset.misfit(replace(spec, action=unsaid)) == ""
-    assert dataset.misfit(replace(spec, action=replace(unsaid, units="rad"))) == (
-        "its action is in ['deg', 'percent'], the run's in ['rad', 'rad']"
-    )
+    plan = Plan({"demo": PlanSource(100)}, {}, {})
+    for same in (spec, replace(spec, action=unsaid)):
+        assert not conversions(plan, {"demo": dataset}, same)["demo"].factors
+    with pytest.raises(ConfigError, match=r"is in \['deg', 'percent'\], the run's in \['rad', 'rad'\]"):
+        conversions(plan, {"demo": dataset}, replace(spec, action=replace(unsaid, units="rad")))
     for before, episode in zip(records, dataset, strict=True):
         [after] = episode.segments(spec, before.episode, before.stamp)
         after.check(spec)

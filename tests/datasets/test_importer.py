@@ -1,9 +1,11 @@
 """Bringing a LeRobot dataset into a store: once, in whole episodes, also when the importer is killed."""
 
+import json
 import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +16,10 @@ from serl_client.spec import Feature, Spec
 
 from serl_launcher.datasets.export import export_run
 from serl_launcher.datasets.reader import Dataset, Episode
+from serl_launcher.datasets.units import conversions, degrees_per_percent
 from serl_launcher.store.directives import DATASET
 from serl_launcher.store.store import Store
+from serl_launcher.training.plan import Plan, PlanSource
 from tests.shared import oracle
 from tests.shared.clients import connected
 from tests.shared.common import PATIENCE, STATE, TRAIN, until
@@ -251,13 +255,36 @@ def test_what_a_run_exported_is_the_same_in_another_run(tmp_path, serving, spec,
     assert found == [(8, 1, 1, 0, 1, 28, "reach"), (5, 0, 0, 1, 0, 10, "reach"), (7, None, 1, 0, 1, 21, "reach")]
 
 
+JOINTS = ("shoulder_pan.pos", "elbow_flex.pos", "wrist_roll.pos", "gripper.pos")
+ENDS = {"shoulder_pan": (823, 3311), "elbow_flex": (871, 3090), "wrist_roll": (0, 4095), "gripper": (2034, 3500)}
+MOVED = {"wrist_roll": {"range_max": 4000}}
+
+
 def of_run(tmp_path, low, units):
     """A run of this dataset's robot, whose numbers have these units."""
     theirs = low.spec()
-    state, action = replace(theirs.observation[STATE], units=units[0]), replace(theirs.action, units=units[1])
+    state = replace(theirs.observation[STATE], units=units[0], names=JOINTS)
+    action = replace(theirs.action, low=-200, high=200, units=units[1], names=JOINTS[:2])
     spec = replace(theirs, observation={STATE: state}, action=action)
     Store.create(tmp_path / "run/store", spec, {"demo": 1000}).close()
     return spec
+
+
+def calibrated(tmp_path, **motors):
+    """lerobot's file of an arm, {motor: what it is like}."""
+    entries = {
+        name: {
+            "id": i,
+            "drive_mode": 0,
+            "homing_offset": 7,
+            "range_min": low,
+            "range_max": high,
+            **motors.get(name, {}),
+        }
+        for i, (name, (low, high)) in enumerate(ENDS.items(), 1)
+    }
+    (tmp_path / "arm.json").write_text(json.dumps(entries))
+    return str(tmp_path / "arm.json")
 
 
 @pytest.mark.parametrize(
@@ -266,9 +293,10 @@ def of_run(tmp_path, low, units):
         ((("deg", "deg", "deg", "percent"), "deg"), None, "does not say what its observation.state is measured in, and "
          "the run's is in degrees: find out, then write plan.sources.demo.units=degrees"),
         (((), "percent"), None, "its action is measured in, and the run's is in percent"),
-        (((), "percent"), "degrees", "units=degrees: the run's action is in percent, and nothing is converted"),
-        (("rad", "rad"), "degrees", "the run's observation.state is in radians"),
-        ((("deg", "rad", "", ""), ()), "degrees", "the run's observation.state is in degrees and radians"),
+        (((), "percent"), "degrees", r"the action of .* is in degrees, the run's in \['percent', 'per.*, and only"),
+        (("rad", "rad"), "degrees", r"the observation.state of .* is in degrees, the run's in \['rad', "),
+        ((("deg", "rad", "", ""), ()), "degrees", r"is in degrees, the run's in \['deg', 'rad', '', ''\]"),
+        (("deg", "deg"), "percent", r"say plan.sources.demo.calibration=FILE, lerobot's .* Without that file, begin"),
     ],
 )  # fmt: skip
 def test_a_dataset_that_says_no_unit_is_asked_where_the_run_has_one(tmp_path, serving, low, units, said, complaint):
@@ -287,3 +315,76 @@ def test_a_dataset_of_the_same_unit_is_taken_and_of_metres_nobody_is_asked(tmp_p
     server = serving()
     bring(server, low.folder, units=said)
     assert_there_once(server.run_dir, low)
+
+
+def test_percent_become_degrees_as_lerobot_measures_both(tmp_path):
+    """Of the same readings of servos: bit by bit, but for rounding."""
+    motors = pytest.importorskip("lerobot.motors", reason="lerobot's buses are not installed")
+    feetech = pytest.importorskip("lerobot.motors.feetech", reason="lerobot's buses are not installed")
+    file = calibrated(tmp_path)
+    known = {name: motors.MotorCalibration(**entry) for name, entry in json.loads(Path(file).read_text()).items()}
+    measured = {}
+    for mode in (motors.MotorNormMode.RANGE_M100_100, motors.MotorNormMode.DEGREES):
+        on = {name: motors.Motor(entry.id, "sts3215", mode) for name, entry in known.items()}
+        bus = feetech.FeetechMotorsBus("nowhere", on, known)
+        seen = [bus._normalize({known[name].id: raw for name, raw in row.items()}) for row in readings()]
+        measured[mode] = np.array([[*row.values()] for row in seen])
+    percent, degrees = measured.values()
+    factors = np.array([degrees_per_percent(file)[f"{name}.pos"] for name in ENDS])
+    np.testing.assert_allclose(percent * factors, degrees, rtol=1e-12, atol=1e-10)
+    assert np.abs(degrees - percent).max() > 50
+
+
+def readings():
+    """Raw positions, also the ends, {motor: steps} each."""
+    random = np.random.default_rng(0)
+    shares = [*random.random(50), 0.0, 0.5, 1.0]
+    return [{name: round(low + share * (high - low)) for name, (low, high) in ENDS.items()} for share in shares]
+
+
+def test_a_dataset_in_percent_comes_in_degrees_and_by_one_calibration_alone(tmp_path, serving, low):
+    of_run(tmp_path, low, (("deg", "deg", "deg", "percent"), "deg"))
+    server, file = serving(), calibrated(tmp_path)
+    for _ in range(2):
+        bring(server, low.folder, units="percent", calibration=file)
+        assert [episode.steps for episode in catalog(server.run_dir)] == low.lengths
+    factors = np.array([degrees_per_percent(file)[name] for name in JOINTS]) ** [1, 1, 1, 0]
+    found = oracle.whole(server.run_dir / "store").steps
+    for episode, theirs in zip(catalog(server.run_dir), low, strict=True):
+        state = np.float32(theirs.column(STATE) * factors)
+        assert np.array_equal([step.origin for step in found[episode.number]], state)
+    for words in ({"units": "degrees"}, {"units": "percent", "calibration": calibrated(tmp_path, **MOVED)}):
+        with pytest.raises(ConfigError, match="imported with another unit or calibration: say the same again, or"):
+            bring(server, low.folder, **words)
+    assert [episode.steps for episode in catalog(server.run_dir)] == low.lengths
+
+
+@pytest.mark.parametrize(
+    ("motors", "units", "complaint"),
+    [
+        ({"elbow_flex": {"drive_mode": 1}}, "percent", "elbow_flex is turned around, or does not count 4096 steps"),
+        ({"elbow_flex": {"range_max": 9000}}, "percent", "elbow_flex is turned around, or does not count 4096 steps"),
+        ({"elbow_flex": {"range_min": None}}, "percent", r"arm.json cannot be read \(TypeError\)"),
+        ({}, "degrees", "nothing of .* is in percent where the run is in degrees, .*: leave it out"),
+    ],
+)
+def test_a_calibration_that_tells_no_degrees_is_refused(tmp_path, serving, low, motors, units, complaint):
+    of_run(tmp_path, low, ("deg", "deg"))
+    with pytest.raises(ConfigError, match=complaint):
+        bring(serving(), low.folder, units=units, calibration=calibrated(tmp_path, **motors))
+    assert not catalog(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("words", "fits"),
+    [((None, None), True), (("degrees",) * 2, True), (("degrees", "percent"), False), ((None, "degrees"), False)],
+)
+def test_a_run_of_datasets_alone_takes_those_of_one_unit(low, words, fits):
+    """Of a run that says no unit, as no actor has come: two datasets, of which the plan says these units."""
+    plan = Plan({name: PlanSource(100, units=word) for name, word in zip("ab", words, strict=True)}, {}, {})
+    datasets = dict.fromkeys("ab", low)
+    if fits:
+        assert not any(found.factors for found in conversions(plan, datasets, low.spec()).values())
+        return
+    with pytest.raises(ConfigError, match=r"not measured in the same unit \(a (degrees|unsaid), b (percent|degrees)\)"):
+        conversions(plan, datasets, low.spec())

@@ -205,6 +205,9 @@ def test_the_unit_of_a_dataset_is_a_word_of_its_source():
             assert load_plan(plan, methods=None, has_operator=True).sources["online"].units == word
     with pytest.raises(ConfigError, match=r"plan\.sources\.online\.units.*degrees"):
         load_plan(plan, methods=None, has_operator=True)
+    plan["sources"]["online"] = {"capacity": 500, "calibration": 7}
+    with pytest.raises(ConfigError, match=r"online\.calibration.* should be lerobot's calibration file, not 7"):
+        load_plan(plan, methods=None, has_operator=True)
 
 
 def test_only_sources_that_a_phase_fills_or_looks_at_are_made():
