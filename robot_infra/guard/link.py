@@ -62,11 +62,14 @@ class GuardLink:
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
             )
         self._socket.settimeout(STARTING)
+        message, descriptors, hangs = None, list[int](), ""
         try:
             send(self._socket, self._start)
             message, descriptors = receive(self._socket)
+        except TimeoutError:
+            hangs = f"has not begun for {STARTING:g} s: its driver hangs (tools/check_robot.py says in which method)"
         except OSError:
-            message, descriptors = None, []
+            pass
         if isinstance(message, Started):
             features = {name: Feature(**feature) for name, feature in message.observation.items()}
             self._shared = Shared(features, descriptors[0]) if descriptors else None
@@ -74,7 +77,8 @@ class GuardLink:
                 log.info("limits of %s: %s", self._start.address, line)
             self.call("state")
             return message
-        said = message.text if isinstance(message, Ended) else f"the guard of {self._start.address} {self._fate()}"
+        failed = f"the guard of {self._start.address} {hangs or self._fate()}"
+        said = message.text if isinstance(message, Ended) else failed
         self.end("has not begun")
         raise ConfigError(said)
 

@@ -23,6 +23,7 @@ from serl_client.status import ActorStatus
 from serl_client.way_home import BEGIN
 
 from robot_infra.drivers.owner import owned
+from robot_infra.guard import link
 from robot_infra.guard.channel import Shared
 from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Hand
@@ -120,6 +121,12 @@ def test_an_arm_has_one_owner_by_whatever_name_and_is_free_when_its_guard_was_ki
 def test_what_a_guard_cannot_guard_is_one_sentence(make, changes, said):
     with pytest.raises(ConfigError, match=said):
         make(**changes)
+
+
+def test_a_guard_that_does_not_begin_has_a_driver_that_hangs(make, monkeypatch):
+    monkeypatch.setattr(link, "STARTING", 0.01)
+    with pytest.raises(ConfigError, match=r"has not begun for 0\.01 s: its driver hangs \(tools/check_robot.py says"):
+        make()
 
 
 @pytest.mark.parametrize("words", [{"space": "ee_delta"}, {"stroke": 0.1}, {"fps": 200}, {"home_speed": 0}], ids=str)

@@ -6,6 +6,8 @@ goal is the same, but for a driver whose first set point is wrong: nothing in so
 """
 
 import os
+import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +32,13 @@ class MistakenArm(Arm):
 
     def __init__(self, address, mistake="", stands=0.0, log=None):
         self._mistake, self._reads = mistake, 0
+        for i in range(50 if mistake == "imports" else 0):
+            sys.modules[f"{__name__}.{i}"] = sys
+            clock.sleep(0.1)
+        if mistake == "deaf at first":  # as a call of a library in C, during which no handler of a signal runs
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+        if mistake in ("hangs at first", "deaf at first"):
+            clock.sleep(3600)
         self._log = os.open(log, os.O_CREAT | os.O_WRONLY) if log else None
         self._random = np.random.default_rng(0)
         self._start = np.broadcast_to(np.array(stands, float), 6)

@@ -16,7 +16,8 @@ from tests.shared.common import CONFIG
 from tests.shared.mistakes import JOINTS, LIMITS, PROBE, ClockedGuard, MistakenArm, moved
 from tools import check_robot
 from tools.checks.arm import tried, watched
-from tools.checks.driver import Call, Calls, WatchedArm, entry_limits, read_calls
+from tools.checks.driver import GRACE, Call, Calls, WatchedArm, entry_limits, read_calls
+from tools.checks.driver import HANGS as HANGING
 from tools.checks.readings import judged
 
 NAME = f"{MistakenArm.__module__}.MistakenArm"
@@ -92,6 +93,25 @@ def test_the_same_holds_with_a_real_guard(tmp_path, mistake, stands, said, capfd
     assert re.search(said, found), found
     assert moved(tmp_path / "moved") <= MOVED
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ("hangs at first", r"__init__\(\) has not returned for \d s: it hangs"),
+        ("deaf at first", r"ended with status 1\. __init__\(\) has not returned, so the guard answers nothing"),
+        ("imports", ""),
+    ],
+)
+def test_a_constructor_that_hangs_is_named_in_time_and_one_that_imports_much_has_it(
+    tmp_path, monkeypatch, mistake, said
+):
+    assert 2 * HANGING["__init__"] + GRACE < 80, "in all less than 90 s"
+    monkeypatch.setattr(WatchedArm, "__module__", "tests.shared.impatient")
+    found = failures(tried(env(mistake, 0.3, tmp_path), move=False, seconds=0.1))
+    assert re.search(said, found), found
+    assert bool(said) == ("__init__" in found)
 
 
 @pytest.mark.slow

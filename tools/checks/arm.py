@@ -36,7 +36,7 @@ def tried(env: Mapping[str, Any], *, move: bool, seconds: float) -> Iterator[tup
         try:
             robot = GuardedRobot(**watched(env, path, env.get("limits") or {}), **words)
         except RetakeError as error:
-            yield "open", Finding("FAIL", str(error))
+            yield "open", Finding("FAIL", str(error), _hanging(path))
             return
         try:
             for name, finding in examined(robot, path, env, move=move, seconds=seconds):

@@ -1,7 +1,9 @@
 """Watches a driver inside its guard: each call is timed and noted, and what is wrong with it becomes one sentence."""
 
+import faulthandler
 import json
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,7 +24,8 @@ from robot_infra.guard.limits import Limits, are_positions, read_limits
 
 SHARE = 0.03  # of an entry's range: its probe, at most
 SPEEDING = 0.2  # seconds at its speed limit: the same
-HANGS = {"__init__": 150.0, "recover": 30.0, "enable": 30.0, "close": 10.0}  # seconds; an import takes long
+HANGS = {"__init__": 35.0, "recover": 30.0, "enable": 30.0, "close": 10.0}  # seconds; twice, while modules come
+GRACE = 5.0  # seconds more, if the constructor hears no signal
 HANG = 0.4  # seconds: the same of each other method, as a guard that answers nothing for a second counts as dead
 LONGEST = 120  # characters of what a driver returned
 LEASH = "leash"  # RobotFault.kind of an arm that moved further than it was told
@@ -177,20 +180,33 @@ class WatchedArm(Arm):
 
 @contextmanager
 def _ended_after(seconds: float, name: str) -> Iterator[None]:
-    """Raise RobotFault inside a call that takes longer."""
-    end = clock.monotonic() + seconds
+    """Raise RobotFault inside a call that takes longer, and in all those seconds has imported nothing.
+
+    A constructor that hangs outside of Python, where nothing is raised, ends this process, and says its line: so far
+    nothing is held.
+    """
+    begin, known = clock.monotonic(), len(sys.modules)
 
     def late(signum: int, frame: FrameType | None) -> None:
-        if clock.monotonic() >= end:
-            raise RobotFault(f"{name}() has not returned for {seconds:g} s: it hangs; give what it waits for a timeout")
+        nonlocal known
+        took, before, known = clock.monotonic() - begin, known, len(sys.modules)
+        if took >= seconds and known == before:
+            raise RobotFault(f"{name}() has not returned for {took:.2g} s: it hangs; give what it waits for a timeout")
+        watch()
+
+    def watch() -> None:
+        if name == "__init__":
+            faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=2)
 
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    watch()
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        faulthandler.cancel_dump_traceback_later()
 
 
 @dataclass(slots=True)
