@@ -134,7 +134,7 @@ def test_an_outcome_after_the_export_makes_the_next_version_at_once(tmp_path, bl
     assert (dataset.num_episodes, set(table["outcome"].tolist())) == (1, {0})
     os.rename(dataset.root, tmp_path / "away")
     run.judge("e1", True)
-    assert "what was judged anew stays as it was" in caplog.text
+    assert "000001-000002 stays as it was" in caplog.text
     os.rename(tmp_path / "away", dataset.root)
     run.judge("e1", False)
     assert [e["id"] for e in run.manifest("000001-000002")["left_out"]] == ["e0"]
