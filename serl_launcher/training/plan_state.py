@@ -143,6 +143,8 @@ class PlanState:
             return "nothing: the plan has ended"
         if self.at.held:
             return "the operator: held"
+        if not phase.updates and phase.actors.mode == "teleop":
+            return "demonstrations: a person begins each one at the actor, by r or a motion"
         if not phase.updates:
             return "the actors: this phase has no updates"
         if self.has_seen_all:

@@ -257,6 +257,7 @@ def test_free_pace_and_phases_that_evaluate_limit_nobody():
     assert state.next_update(practise(900, online=900))
     assert at("evaluate").step_limit(practise(9, phase="evaluate")) is None
     assert at("evaluate").waits_for(Progress()) == "the actors: this phase has no updates"
+    assert "begins each one at the actor, by r or a motion" in at("demonstrate").waits_for(Progress())
 
 
 def test_lockstep_is_one_update_for_each_step():
