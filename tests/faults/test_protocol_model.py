@@ -14,8 +14,7 @@ from serl_client import send_queue as stream_module
 from serl_client.errors import Refused
 
 from serl_launcher.service import connections, intake
-from serl_launcher.service import peers as peers_module
-from serl_launcher.service import server as server_module
+from serl_launcher.service.router import Router
 from tests.faults.beside_model import Real, shown
 from tests.faults.exploring import Violation, drain, explore, fair, history
 from tests.faults.protocol_model import Protocol
@@ -89,8 +88,7 @@ def real(spec, make_segment, monkeypatch):
     monkeypatch.setattr(outbox_module, "SLICE_BYTES", 1)
     monkeypatch.setattr(stream_module, "STALL", float("inf"))
     monkeypatch.setattr(os, "fdatasync", lambda _: _fail() if made and made[-1].disk_fails else None)
-    for module in server_module, peers_module:
-        monkeypatch.setattr(module, "send", lambda *arguments: made[-1].send(*arguments))
+    monkeypatch.setattr(Router, "tell", lambda *arguments: made[-1].send(*arguments[:3]) is None)
     made = []
 
     def begin():
