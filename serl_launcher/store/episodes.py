@@ -144,8 +144,9 @@ class Episodes:
     def _now(self, episode: Episode) -> Episode:
         """Return an episode of the index as it is now."""
         still_open = self.open.get(episode.session)
-        is_open = still_open is not None and still_open.number == episode.number
-        return still_open if is_open else self.changed.get(episode.id, episode)
+        if still_open is not None and still_open.number == episode.number:
+            return still_open
+        return self.changed.get(episode.id, episode)
 
     def continued(self, state: Session) -> Episode | None:
         """Return the episode that this session's next segment goes on with: its open one, or its newest one if that

@@ -1,5 +1,6 @@
 """A plan with every kind of phase, edits of it, and states that stand in it."""
 
+import json
 from copy import deepcopy
 
 import yaml
@@ -69,3 +70,19 @@ def at(phase: str, progress: Progress | None = None, mapping: dict = PLAN) -> Pl
     state.command("goto", phase)
     state.advance(progress or Progress())
     return state
+
+
+def resumed(state, mapping=PLAN, progress=None):
+    """Another life with this plan that goes on from the state's checkpoint."""
+    made = PlanState(load(mapping))
+    made.load_state_dict(json.loads(json.dumps(state.state_dict())), progress=progress)
+    return made
+
+
+def train(state, progress):
+    """The updates that are due before the state waits for something."""
+    names = []
+    while (name := state.next_update(progress)) is not None:
+        state.did_update(name)
+        names.append(name)
+    return names

@@ -1,6 +1,5 @@
 """The run's place in its plan: what ends a phase, its updates and their pace, a restart, the operator."""
 
-import json
 import logging
 from copy import deepcopy
 
@@ -12,25 +11,7 @@ from serl_client.errors import ConfigError
 from serl_launcher.training.plan import Pace
 from serl_launcher.training.plan_state import PhaseCounts, PlanState, Progress, RateLimiter, SourceCounts
 
-from .plans import PLAN, at, edited, load, practise
-
-LONGER = [text.replace("1000", "2000") for text in PLAN["phases"]["practise"]["until"]]
-
-
-def resumed(state, mapping=PLAN, progress=None):
-    """Another life with this plan that goes on from the state's checkpoint."""
-    made = PlanState(load(mapping))
-    made.load_state_dict(json.loads(json.dumps(state.state_dict())), progress=progress)
-    return made
-
-
-def train(state, progress):
-    """The updates that are due before the state waits for something."""
-    names = []
-    while (name := state.next_update(progress)) is not None:
-        state.did_update(name)
-        names.append(name)
-    return names
+from .plans import PLAN, at, edited, load, practise, resumed, train
 
 
 def test_what_a_phase_begins_with_is_done_once_and_before_its_first_update():
@@ -270,112 +251,6 @@ def test_lockstep_is_one_update_for_each_step():
         assert state.step_limit(practise(step)) == step
         state.did_update(state.next_update(practise(step)))
         assert state.next_update(practise(step)) is None
-
-
-# -- resume
-def test_a_run_resumes_by_name_where_it_stood():
-    state = at("practise", practise(100, wall_s=7))
-    now = practise(130, online=130, wall_s=9)
-    for _ in range(5):
-        state.did_update(state.next_update(now))
-    mapping = deepcopy(PLAN)
-    clone = mapping["phases"]["clone"]
-    mapping["phases"] = {"warm_up": clone, "more": clone, **mapping["phases"]}  # an index would now name another phase
-    kept = state.state_dict()
-    del kept["phase"]["actors"]["policy"]  # a checkpoint of before there was a choice
-    other = at("practise", mapping=mapping)
-    other.load_state_dict(kept)
-    assert other.at == state.at
-    assert other.next_update(now) == state.next_update(now) == "update"
-    assert other.step_limit(now) == state.step_limit(now)
-    assert other.updates == 5
-    other.advance(practise(1100, wall_s=9))
-    assert other.phase.name == "evaluate"
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("until", ["env_steps >= 77"]), ("until", [*LONGER, "updates >= 9"]), ("until", [*LONGER[:2], "operator"]),
-        ("actors.explore", False), ("start_when", "online.steps >= 9"), ("updates", ["update"]),
-    ],
-)  # fmt: skip
-def test_an_edit_of_the_current_phase_is_refused_unless_accepted(key, value):
-    saved = at("practise").state_dict()
-    edits = PlanState(load(edited(f"phases.practise.{key}", value)))
-    what = key.partition(".")[0]
-    with pytest.raises(ConfigError, match=rf"'practise' was edited .*practise\.{what}: .*Say accept_plan=true"):
-        edits.load_state_dict(saved)
-    (edit,) = edits.load_state_dict(saved, accept=True)
-    assert edit.startswith(f"practise.{what}: ")
-    PlanState(load(edited("phases.clone.until", "updates >= 9"))).load_state_dict(saved)  # another phase is free
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("until", LONGER), ("publish.every_updates", 7), ("pace.updates_per_step", 3), ("pace", "free")],
-)
-def test_a_higher_bound_another_pace_and_publication_need_no_consent_and_are_told(key, value):
-    saved = at("practise").state_dict()
-    (edit,) = PlanState(load(edited(f"phases.practise.{key}", value))).load_state_dict(saved)
-    assert edit.startswith(f"practise.{'publish_every' if 'publish' in key else key.partition('.')[0]}: ")
-
-
-def test_a_plan_that_had_ended_goes_on_in_the_phase_whose_bound_was_raised():
-    state = at("practise", practise(100))
-    train(state, practise(130, online=130))
-    made = state.updates
-    state.advance(practise(1100, online=1000))
-    state.advance(practise(1100, episodes=50, phase="evaluate"))
-    assert state.phase is None
-    assert resumed(state).phase is None
-    longer = resumed(state, edited("phases.practise.until", LONGER), practise(1100, online=1000))
-    assert (longer.phase.name, longer.updates, longer.at.base["env_steps"]) == ("practise", made, 100)
-    assert longer.advance(practise(2099, online=1000)) == []
-    longer.advance(practise(2100, online=1000))
-    assert longer.phase.name == "evaluate"
-    assert resumed(longer, edited("phases.practise.until", LONGER)).phase.name == "evaluate"
-
-
-def test_a_checkpoint_in_a_phase_that_is_gone_is_refused():
-    saved = at("practise").state_dict()
-    with pytest.raises(ConfigError, match="no phase is called 'practise'"):
-        PlanState(load(edited("phases.practise", None))).load_state_dict(saved, accept=True)
-
-
-def test_after_a_restart_all_updates_that_were_due_are_made_up_for_and_later_ones_are_limited_as_before(caplog):
-    state = at("practise")
-    state.next_update(practise(10, online=10))
-    ahead = practise(900, online=900)
-    after = resumed(state, progress=ahead)
-    assert len(train(after, ahead)) == 2 * (900 - 10) + 8  # all, and as far ahead as the tolerance
-    assert (after.dropped, caplog.text) == (0, "")
-    slow = practise(1800, online=900)
-    assert len(train(after, slow)) <= 2 * 8 + 3
-    assert after.dropped == resumed(after, progress=slow).dropped > 1700
-    assert "learner too slow" in caplog.text
-
-
-@pytest.mark.parametrize("ratio", [0.5, 3.0])
-def test_with_another_pace_the_steps_before_keep_what_they_were_due_and_later_ones_get_the_new_one(ratio):
-    state = at("practise")
-    state.next_update(begin := practise(10, online=10))
-    train(state, begin)
-    train(state, now := practise(110, online=110))
-    after = resumed(state, edited("phases.practise.pace.updates_per_step", ratio), now)
-    assert after.next_update(now) is None
-    assert len(train(after, practise(210, online=210))) <= 8 * 2 + 3 + ratio
-    made = 0
-    for steps in range(211, 311):
-        made += len(train(after, practise(steps, online=steps)))
-    assert made == pytest.approx(100 * ratio, abs=1)
-
-
-def test_a_finished_plan_stays_finished():
-    state = PlanState(load())
-    state.command("stop")
-    assert state.advance(Progress()) == [("fit_normalizer", "demo")]
-    assert resumed(state).directive()["mode"] == "stop"
 
 
 # -- the operator
