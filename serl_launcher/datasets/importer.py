@@ -55,8 +55,8 @@ def open_datasets(plan: Plan) -> dict[str, Dataset | RobomimicFile]:
     """
     found = {name: dataset_at(source.dataset) for name, source in plan.sources.items() if source.dataset}
     for name, dataset in found.items():
-        if plan.sources[name].calibration:
-            degrees_per_percent(plan.sources[name].calibration)
+        if (calibration := plan.sources[name].calibration) is not None:
+            degrees_per_percent(calibration)
         steps, longest, capacity = sum(dataset.lengths), max(dataset.lengths, default=0), plan.sources[name].capacity
         if steps + longest > capacity:
             raise ConfigError(

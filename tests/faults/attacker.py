@@ -183,8 +183,7 @@ class Attacker:
     def _insider(self, one: RawActor) -> list[QueuedRecord]:
         honest = self._segment(one, LENGTH)
         goes_on = replace(honest, start=LENGTH)
-        made: list[QueuedRecord] = [honest, replace(goes_on, **self._random.choice([*HOSTILE.values()])(goes_on))]
-        return made
+        return list[QueuedRecord]((honest, replace(goes_on, **self._random.choice([*HOSTILE.values()])(goes_on))))
 
     def _beyond(self, one: RawActor) -> list[QueuedRecord]:
         column = self._random.choice([STATE, "reward", "time", "action"])
