@@ -62,9 +62,7 @@ def check_fit(
     other = spec.difference(Spec.from_dict(manifest["spec"])) if spec else ""
     now, then = json.loads(json.dumps(settings)), renamed(manifest["config"])
     free = may_change() if difference(now, then, ADDED) else ()
-    differs, changed = (
-        difference(_part(now, free, among), _part(then, free, among), ADDED) for among in (False, True)
-    )
+    differs, changed = (difference(_part(now, free, among), _part(then, free, among), ADDED) for among in (False, True))
     for kind, found in (("robot (its Spec)", other), ("algorithm", differs)):
         if found and (other or manifest["updates"]):
             raise ConfigError(
