@@ -79,6 +79,13 @@ def _nothing_unsafe_was_set_off_by_a_message():
     assert not violations()
 
 
+@pytest.fixture(autouse=True)
+def _the_log_says_what_it_said_before():
+    level = logging.getLogger().level
+    yield
+    logging.getLogger().setLevel(level)  # a program that ran in this process has raised it
+
+
 @pytest.fixture
 def taken_violations():
     """Those of a test that plants some."""

@@ -60,6 +60,7 @@ class Checkpoints:
 
     config: plain data that must be equal when a run resumes, but for its entries of these dotted names (`changeable`).
         `spec` must be equal, too.
+    changed: which settings are others than when the loaded state was kept, though they may; empty: none.
     keep: how many of the newest whole checkpoints are kept, beside the newest pinned one of each phase.
     """
 
@@ -68,7 +69,7 @@ class Checkpoints:
     ) -> None:  # fmt: skip
         self.folder, self.spec, self.keep, self._changeable = folder, spec, keep, changeable
         self.config = config
-        self.staging = Staging()
+        self.staging, self.changed = Staging(), ""
         self._broken: set[Path] = set()  # found by load
 
     def stage(self, updates: int, state: Mapping[str, Any], *, pinned: str = "") -> Callable[[], Path]:
@@ -109,8 +110,7 @@ class Checkpoints:
     def load(self) -> dict[str, Any] | None:
         """Return the state of the newest whole checkpoint, on the CPU, mapped from its file. None if there is none.
 
-        `changed` there says which settings are others now; empty: none. A state of another config is without its
-        `algorithm`, if that one had made no update.
+        A state of another config is without its `algorithm`, if that one had made no update.
         Raises ConfigError if that one was made with another Spec, config or version of this program. Also if there
         are checkpoints and none is whole, because a run that began again would replace what it had learned.
         """
@@ -121,10 +121,10 @@ class Checkpoints:
                 log.warning("checkpoint %s is broken and skipped: %s", path, error)
                 self._broken.add(path)
                 continue
-            fits, changed = check_fit(path, manifest, self.config, lambda: self._changeable, self.spec)
+            fits, self.changed = check_fit(path, manifest, self.config, lambda: self._changeable, self.spec)
             plain = torch.load(path / STATE, map_location="cpu", weights_only=True)
             state = _put_back(plain, safetensors.torch.load_file(path / TENSORS))
-            return {**state, "changed": changed} if fits else {**state, "algorithm": None}
+            return state if fits else {**state, "algorithm": None}
         if self._broken:
             raise ConfigError(
                 f"no checkpoint in {self.folder} is whole (see above): bring one back from a backup, or delete the "

@@ -290,7 +290,7 @@ class Learner:
         self.publisher.version = dict(self.server.link.notice.weights)
         self.ranks.begin(saved and saved["algorithm"])
         if saved is None:
-            self.monitor.metrics.updates = 0  # those of an earlier start are not made again
+            self.monitor.metrics.updates = -1  # those of an earlier start are not made again
             return
         self.sources.load_state_dict(saved["sources"])
         torch.set_rng_state(saved["torch"])
@@ -303,7 +303,7 @@ class Learner:
             self.evaluations = saved["evaluations"]
             over = "" if self.state.at.phase else OVER
             log.info("resumed in phase %s after %d updates%s", self.state.at.phase, self.state.updates, over)
-            self._changed("; ".join([*edits, *filter(None, [saved.get("changed")])]))
+            self._changed("; ".join(filter(None, [*edits, self.keeper.checkpoints.changed])))
         else:
             self.state = PlanState(self.state.plan, self._progress())
             self.state.updates = saved["plan"]["updates"]

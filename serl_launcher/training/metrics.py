@@ -43,7 +43,7 @@ class MetricsLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         if _is_torn(path):
             self._append("\n")  # a crash tore the last line; the next one begins on its own
-        self._once, self.updates = set[tuple[str, str]](), 0
+        self._once, self.updates = set[tuple[str, str]](), -1
         for record in read(path):
             kind, updates = str(record.get("kind")), record.get("updates")
             if "id" in record:

@@ -15,7 +15,7 @@ from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.plan_state import PlanState
-from serl_launcher.training.resuming import FORMAT, algorithm_of
+from serl_launcher.training.resuming import FORMAT, kept_settings
 from tests.shared.common import CONFIG, free_port, own_ports
 from tests.shared.here import TRAIN
 
@@ -32,7 +32,7 @@ def run(tmp_path, spec):
     Store.create(folder / "store", spec, plan.capacities).close()
     state = PlanState(plan).state_dict()
     place = {"phase": state["at"]["phase"], "said": state["phase"], "phases": list(plan.phases)}
-    manifest = {"format": FORMAT, "updates": 7, "config": algorithm_of(config), "plan": place}
+    manifest = {"format": FORMAT, "updates": 7, "config": kept_settings(config), "plan": place}
     (folder / "checkpoints/000001").mkdir(parents=True)
     (folder / "checkpoints/000001/manifest.json").write_text(json.dumps(manifest))
     OmegaConf.save(config, folder / "config.yaml", resolve=True)
@@ -88,11 +88,10 @@ def saying(*words):
         (of_another_format, "has the format 1"),
         (checkpoint_of_another_version, "made by another version of this program"),
         (saying("share=nobodies"), "no such group"),
-        (saying("plan.sources.demo.capacity=400"), "sources of these capacities"),
         (saying("algo.discount=0.5"), r"made with another algorithm.*discount: 0.5, 0.97"),
         (saying("plan.phases.baseline.until=[operator]", "plan.phases.demonstrate.until=[operator]"), "was edited"),
     ],
-    ids=["in use", "port", "store", "checkpoint", "group", "capacity", "algorithm", "plan"],
+    ids=["in use", "port", "store", "checkpoint", "group", "algorithm", "plan"],
 )
 def test_a_refused_start_changes_nothing_in_the_folder_that_it_refused(run, monkeypatch, hindrance, why):
     umask = os.umask(0o022)

@@ -94,12 +94,16 @@ class Actor:
         return self.lives.rule()
 
     def _begin(self):
-        """What an actor does whose guard has ended: another one begins, and makes the driver anew."""
+        """What an actor does whose guard has ended: another one begins, and makes the driver anew. Between two tries
+        time passes, and somebody looks at the arm."""
         while self.guard is None:
             led = self.arm.led()
             self.lives.calls.append(Call("made", led, led, self.arm.at, 0, failed=False))
             with suppress(RobotFault, OSError, ValueError):
                 self.guard = Guard(self.rude, self.start, sleep=self.clock.sleep)
+                return
+            self.clock.advance(1.0)
+            self.arm.upset(self.random, mends=True)
 
     def _request(self):
         random = self.random
