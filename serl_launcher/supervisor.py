@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 RESTARTS, WITHIN_S = 3, 60.0  # a process is started again at most so often within so many seconds
 FAILURES, FAILING_S = 10, 3600.0  # inference may fail so often within so many seconds, as on a GPU that is broken
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last one is what clusters send before their time is over
+AGAIN_AFTER_S = 1.0  # since the first signal, until another one counts: a script that is stopped passes on what we have
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit statuses of a process that others have ended
 REFUSED = 2  # exit status of a process that said in one sentence why it cannot run: another start does not help
 SERVER_BYTES = 40 << 30  # of the server at most: each of 512 connections may announce a frame of 64 MiB
@@ -59,12 +60,12 @@ class Supervisor:
         self._children: dict[str, subprocess.Popen] = {}
         self._spared: set[str] = set()  # that the run goes on without
         self._start_at: dict[str, float] = {}  # when a process that ends again and again is started again
-        self._signals = 0
+        self._signals, self._signalled_at = 0, 0.0
 
     def run(self) -> int:
         """Start the processes, and return the exit status of the run when it is over."""
         for number in STOPS:
-            signal.signal(number, lambda *_: setattr(self, "_signals", self._signals + 1))
+            signal.signal(number, self._signal)
         try:
             for name in self._first:
                 self._start(name)
@@ -75,6 +76,12 @@ class Supervisor:
             return status
         finally:
             self._end()
+
+    def _signal(self, *_: object) -> None:
+        if not self._signals:
+            self._signalled_at = time.monotonic()
+        if not self._signals or time.monotonic() > self._signalled_at + AGAIN_AFTER_S:
+            self._signals += 1
 
     def _start(self, name: str) -> None:
         command = [sys.executable, "-m", "serl_launcher.launcher", name, str(self._run_dir), self._local]
@@ -151,12 +158,19 @@ class Supervisor:
         return ""
 
     def _keep_checkpoint(self) -> None:
-        """Let a trainer that has begun keep a checkpoint and end, unless a second signal comes."""
-        asked, needed = self._signals, [self._children.get(name) for name in ("trainer", "server")]
-        if not self._local or not begun_file("trainer", self._local).exists():
+        """Let a trainer that has begun keep a checkpoint and end, unless a second signal comes. The ranks of a node
+        beyond the first end with those of the first."""
+        asked, names = self._signals, ["trainer", *["server"] * bool(self._local)]
+        needed = [self._children.get(name) for name in names]
+        if not self._local:
+            log.info("stopping: the ranks here end with node 0; a second signal, such as Ctrl-C, ends them at once")
+        elif begun_file("trainer", self._local).exists():
+            log.info(
+                "stopping: the trainer keeps a checkpoint first; a second signal, such as Ctrl-C, ends all at once"
+            )
+            stop_file(self._local).touch()
+        else:
             return
-        log.info("stopping: the trainer keeps a checkpoint first; a second signal, such as Ctrl-C, ends all at once")
-        stop_file(self._local).touch()
         while self._signals == asked and all(child is not None and child.poll() is None for child in needed):
             time.sleep(0.05)
 
@@ -193,6 +207,7 @@ def _begin(name: str) -> None:
     """Run in a child before exec: the child is killed when its parent dies, and leaves Ctrl-C to the parent."""
     killed_with_parent()
     os.setpgid(0, 0)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster sends it to all processes of a job
     if name == "server":  # torch and CUDA map more memory than they use, so a limit would end the other processes
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = SERVER_BYTES if hard == resource.RLIM_INFINITY else min(SERVER_BYTES, hard)

@@ -43,7 +43,7 @@ class TDMPC2(Algorithm):
     Raises ConfigError for optimisers that take a batch in parts.
     """
 
-    changeable, means = ("plan", "weights", "rho", "entropy", "behaviour"), ("value_scale",)
+    changeable, means = ("plan", "weights", "rho", "entropy"), ("value_scale",)
     value_scale: Tensor  # [], of the values between the 5th and the 95th percentile, at least 1
 
     def __init__(

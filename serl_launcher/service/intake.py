@@ -26,6 +26,7 @@ from serl_launcher.store.store import Store
 log = throttled(__name__)
 
 MAX_UNACKNOWLEDGED = 16 << 20  # bytes of one actor on the wire
+KEYS_WINDOWS = 4  # of that, may wait for their turn of all actors of a key: 16 windows of 16, 8, ... 1 MiB are 54 MiB
 GROUP_S = 0.02  # of gathering a group, or as long as the last one took to commit, if that is more
 LEAST_S = 0.002  # of it, before what has come meanwhile is looked at
 FEW = 4  # records of a group, for which it does not gather on: more than an actor brings at a time
@@ -57,8 +58,9 @@ class Intake:
         if push.nbytes > wire.MAX_ARRAY:
             raise Refused(f"a Push holds at most {wire.MAX_ARRAY >> 20} MiB of records")
         if not self._has_room(peer.account, push.nbytes):
-            self._access.refuse("too fast", f"{peer.hello.actor} sends more than its window holds")
-            return None  # it is asked for this again, as what comes next leaves a gap
+            self._access.refuse("too fast", f"{peer.hello.actor} or others of its key send more than has room")
+            peer.incoming[push.session].is_crowded = True
+            return None
         is_first = not peer.inbox
         peer.inbox.append(Batch(push, identity, m.records(*push.parts)))
         peer.queued += push.nbytes
@@ -69,7 +71,7 @@ class Intake:
     def _has_room(self, account: str, size: int) -> bool:
         """Whether so many bytes may wait beside what waits of all connections of a key (without keys: of an actor)."""
         waits = sum(peer.queued for peer in self._peers.values() if peer.account == account)
-        return not waits or waits + size <= 2 * MAX_UNACKNOWLEDGED
+        return not waits or waits + size <= KEYS_WINDOWS * MAX_UNACKNOWLEDGED
 
     @property
     def patience(self) -> float:
@@ -206,7 +208,8 @@ class Intake:
         if store is None:
             return
         due = [peer for peer in self._peers.values() if any(each.due for each in peer.incoming.values())]
-        if not (store.staged or store.archive.released or due or self._keeper.degraded):
+        crowded = any(each.is_crowded for peer in self._peers.values() for each in peer.incoming.values())
+        if not (store.staged or store.archive.released or due or crowded or self._keeper.degraded):
             return
         try:
             if self._keeper.degraded:
@@ -216,6 +219,7 @@ class Intake:
                 for peer in due:
                     self._acknowledge(store, peer)
                 self._release(store)
+                self._invite(store)
                 self._committing = clock.monotonic() - begin
         except (OSError, sqlite3.Error) as error:
             self._keeper.degrade(error)
@@ -241,6 +245,14 @@ class Intake:
                 if incoming.full:
                     peer.send(m.Ack(session, store.expected(session), True, self._updates.step_limit(peer)))
                     incoming.full = ""
+
+    def _invite(self, store: Store) -> None:
+        """Ask those again whose records found no room, once there is some for a window."""
+        for peer in self._peers.values():
+            for session, incoming in peer.incoming.items():
+                if incoming.is_crowded and self._has_room(peer.account, MAX_UNACKNOWLEDGED):
+                    incoming.is_crowded = False
+                    peer.send(m.Ack(session, store.expected(session), True, self._updates.step_limit(peer)))
 
     def close_drained(self, store: Store, peer: Peer) -> None:
         """Close the earlier sessions of an actor of which everything has come."""

@@ -61,6 +61,7 @@ class Incoming:
     has_gap: bool = False  # a record is missing, until it has come
     is_told: bool = False  # and its sender knows that
     full: str = ""  # why its source takes nothing now
+    is_crowded: bool = False  # records found no room beside those of its key that wait for their turn
 
 
 @dataclass

@@ -33,12 +33,16 @@ from serl_launcher.types import Batch
 log = logging.getLogger(__name__)
 
 OVER = (
-    "; the run is over: a higher bound, such as max_env_steps=, goes on with it, phase=NAME runs that phase again, and "
-    "another run_dir= begins a new one"
+    "; the run is over: a higher bound of a phase that trains, such as max_env_steps=, goes on with it, and another "
+    "run_dir= begins a new one"
 )
 HOPE_S = 60.0  # that an update waits for data that no actor adds now: late records or a label may still come
 LONGEST = 1000  # characters of what the learner says it waits for in a status
 FAREWELL_S = 15.0  # how long the actors may take to deliver the rest
+
+
+class _Stopped(Exception):
+    """The run is stopped where no state can be kept: a normaliser waits for its data."""
 
 
 class Learner:
@@ -88,6 +92,8 @@ class Learner:
         """
         try:
             self._run()
+        except _Stopped:
+            log.info("stopped: the same command goes on from the last checkpoint")
         finally:
             self._patience.end()
             self.publisher.writer.join()
@@ -200,6 +206,8 @@ class Learner:
         elif action == "fit_normalizer":
             assert source is not None
             await_rows(self.sources, source, self._turn, lambda: bool(self.server.commands) or self._is_stopped())
+            if self._is_stopped() and not self.sources.size(source)[0]:
+                raise _Stopped
             self.ranks.set_statistics(statistics(self.sources, source))
 
     def _turn(self) -> None:
@@ -214,11 +222,11 @@ class Learner:
         result = evaluation(self.counters, directives, self.publisher.version["version"], phase.episodes)
         if not self.ranks.still_published():
             raise RetakeError(f"the weights that {phase.name} ran are not the trained ones")
-        self.evaluations[phase.name] = result
+        self.evaluations[phase.name] = result | {"weights_sha256": self.publisher.version["sha256"]}
         counted = {key: result[key] for key in ("episodes", "distinct_starts", "successes")}
         counted |= self.monitor.value_error(phase.name, result["episodes"])
         self.monitor.write("evaluation", self.state.updates, {"phase": phase.name, **counted})
-        self.counters.starts.clear()  # no later evaluation has these episodes
+        self.counters.starts.clear()  # a later one of more episodes hashes those again that the store holds
 
     # -- the server
     def _progress(self) -> Any:
@@ -303,12 +311,13 @@ class Learner:
             self.evaluations = saved["evaluations"]
             over = "" if self.state.at.phase else OVER
             log.info("resumed in phase %s after %d updates%s", self.state.at.phase, self.state.updates, over)
-            self._changed("; ".join(filter(None, [*edits, self.keeper.checkpoints.changed])))
         else:
+            edits = []
             self.state = PlanState(self.state.plan, self._progress())
             self.state.updates = saved["plan"]["updates"]
             self.server.commands.clear()
             log.info("a new plan begins with what %s had learned", " -> ".join(saved["phases"]))
+        self._changed("; ".join(filter(None, [*edits, self.keeper.checkpoints.changed])))
 
     def _changed(self, what: str) -> None:
         """Note, for log, metrics and summary, that settings are others than at the checkpoint."""

@@ -41,11 +41,14 @@ def _is_free(key: str, then: Any, now: Any) -> bool:
     return key in ("pace", "publish_every") or (key == "until" and is_raised(then, now))
 
 
-def is_raised(then: Sequence[str], now: Sequence[str]) -> bool:
-    """Return whether conditions are the same but for bounds, none of which is lower now."""
-    before, after = ([replace(term, bound=0.0) for text in texts for term in parse(text)] for texts in (then, now))
-    bounds = ([term.bound for text in texts for term in parse(text)] for texts in (then, now))
-    return len(then) == len(now) and before == after and all(old <= new for old, new in zip(*bounds, strict=True))
+def is_raised(then: Sequence[str], now: Sequence[str], *, truly: bool = False) -> bool:
+    """Return whether conditions are the same but for bounds, none of which is lower now; truly: and one is higher."""
+    before, after = ([parse(text) for text in texts] for texts in (then, now))
+    same = [[[replace(term, bound=0.0) for term in terms] for terms in each] for each in (before, after)]
+    if same[0] != same[1]:
+        return False
+    bounds = list(zip(*([term.bound for terms in each for term in terms] for each in (before, after)), strict=True))
+    return all(old <= new for old, new in bounds) and (not truly or any(old < new for old, new in bounds))
 
 
 def _completed(phase: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any
@@ -228,7 +228,7 @@ class PlanState:
         log.info("phase %s ends after %d updates: %s", self.at.phase, self.at.updates, reason)
         self._dropped = self.dropped
         if phase:
-            self.ended[phase.name] = self._position()
+            self.ended[phase.name] = self._position() | {"wall_s": progress.wall_s}
         names = list(self.plan.phases)
         after = names[names.index(phase.name) + 1 :] if phase else []
         self._enter({"goto": argument, "stop": None}.get(command, after[0] if after else None), progress)
@@ -268,12 +268,13 @@ class PlanState:
     ) -> list[str]:  # fmt: skip
         """Go on from a checkpoint in the phase of that name, and return what of that phase was edited since.
 
-        A plan that had ended goes on in the first of its phases whose bound was raised. progress: what the store holds.
-        Raises ConfigError if the plan has no such phase any more, and as `check_edits` does.
+        A plan that had ended goes on in the first of its phases whose bound was raised and which trains, or in its last
+        one, with all that come later. progress: what the store holds. Raises ConfigError if the plan has no such phase
+        any more, and as `check_edits` does.
         """
         self.updates, self.ended, self._dropped = state["updates"], state.get("ended", {}), state.get("dropped", 0.0)
         if state["at"]["phase"] is None:
-            state = next((kept for name, kept in self.ended.items() if self._is_longer(name, kept)), state)
+            state = next(self._longer(progress or Progress()), state)
         at = PhasePosition(**{**state["at"], "turn": tuple(state["at"]["turn"])})
         edits = check_edits(self.plan, at.phase, state["phase"], accept=accept)
         self.at = at
@@ -283,10 +284,15 @@ class PlanState:
             self.bucket.resume(before and Pace(**before), self._env_steps(progress), at.updates)
         return edits
 
-    def _is_longer(self, name: str, kept: Mapping[str, Any]) -> bool:
-        """Return whether a bound of this phase is higher than when it ended."""
-        then, now = kept["phase"]["until"], self.plan.phases[name].until if name in self.plan.phases else ()
-        return list(now) != then and is_raised(then, now)
+    def _longer(self, progress: Progress) -> Iterator[dict[str, Any]]:
+        """Yield where the plan may go on that had ended: at the ends of phases whose bound is higher now."""
+        last = [*self.plan.phases][-1]
+        for name, phase in self.plan.phases.items():
+            kept = self.ended.get(name)
+            if kept and (phase.updates or name == last) and is_raised(kept["phase"]["until"], phase.until, truly=True):
+                base = kept["at"]["base"]
+                since = progress.wall_s - kept["wall_s"]  # seconds of the phases that came later
+                yield {**kept, "at": {**kept["at"], "held": False, "base": {**base, "wall_s": base["wall_s"] + since}}}
 
     def _enter(self, name: str | None, progress: Progress) -> None:
         self.at = PhasePosition(name, {})

@@ -36,18 +36,19 @@ def write(
     """Write the summary to `path` and learning_curve.png beside it, and return the summary.
 
     The counts are of the whole run. wall_s: seconds.
-    evaluations: what `training.counters.evaluation` returns, in their order. The last is of the trained policy; the
-    first of several is of the untrained one. Without any, the file keeps the results of an earlier plan, with the hash
-    of its weights. weights_sha256: of the newest weights.
+    evaluations: what `training.counters.evaluation` returns, in their order, with the weights_sha256 that acted. The
+    last is of the trained policy, if these are the newest weights; the first other one is of the untrained one.
+    Without any, the file keeps the results of an earlier plan. weights_sha256: of the newest weights.
     curve: {env_steps (up to its end), success (None: not judged), return, intervened} of each training episode.
     dropped: updates that steps were due and the learner was too slow for. changes: {updates, what} of settings.
     """
     results, earlier = [_result(evaluation) for evaluation in evaluations], read(path)
-    before = results[0] if len(results) > 1 else earlier.get("before")
+    is_newest = bool(results) and evaluations[-1].get("weights_sha256", weights_sha256) == weights_sha256
+    before = results[0] if len(results) > is_newest else earlier.get("before")
     measured = {
         "success_before": before and before["success"],
         "before": before,
-        "eval": {**results[-1], "weights_sha256": weights_sha256} if results else None,
+        "eval": {**results[-1], "weights_sha256": weights_sha256} if is_newest else None,
     }
     counts = {"env_steps": env_steps, "episodes": episodes, "assisted": assisted, "updates": updates}
     counts |= {"updates_dropped": dropped, "changes": list(changes)}

@@ -166,6 +166,14 @@ def test_an_actor_leaves_the_mode_of_a_learners_run_as_it_is(place):
 
 
 @pytest.fixture
+def reader(stranger):
+    """A stranger who may read the product's code, but not the run."""
+    if stranger("import serl_client").wait():
+        pytest.skip(f"another user cannot read {ROOT}")
+    return stranger
+
+
+@pytest.fixture
 def stored(place, spec, make_segment):
     """The folder of a run with two episodes, whose index has a log, as a killed learner leaves it."""
     made = Store.create(place / "live", spec, {"online": 400})
@@ -187,7 +195,7 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("left", [["-shm", "-wal"], ["-wal"], []], ids=["killed", "copied", "stopped"])
-def test_a_member_of_the_group_reads_a_run_and_nobody_who_reads_it_changes_it(place, stranger, stored, left):
+def test_a_member_of_the_group_reads_a_run_and_nobody_who_reads_it_changes_it(place, reader, stored, left):
     if not left:
         shutil.rmtree(stored / "store")
         shutil.copytree(place / "live", stored / "store")
@@ -199,8 +207,8 @@ def test_a_member_of_the_group_reads_a_run_and_nobody_who_reads_it_changes_it(pl
         ("store", ["verify"], "source online: 8 steps checked\n"), ("data", ["check"], "2 episodes, 8 steps"),
         ("label", ["--run-dir"], "e1 "),
     ):  # fmt: skip
-        assert said in stranger(TOOL, TOOLS / f"{tool}.py", *words, stored).stdout.read()
-    assert stranger(WRITE, stored / "store/index.sqlite").stdout.read() == "OperationalError\n", "it is not damaged"
+        assert said in reader(TOOL, TOOLS / f"{tool}.py", *words, stored).stdout.read()
+    assert reader(WRITE, stored / "store/index.sqlite").stdout.read() == "OperationalError\n", "it is not damaged"
     assert capacities_there(stored / "store", {"online": 300}) == {"online": 400}
     assert called("store", "verify", stored) == (0, "source online: 8 steps checked\n")
     assert contents(stored) == before
@@ -211,10 +219,10 @@ def test_a_member_of_the_group_reads_a_run_and_nobody_who_reads_it_changes_it(pl
     [("store", ["show", "{}"]), ("data", ["check", "{}"]), ("label", ["--run-dir={}"]), ("keys", ["list", "--keys={}"]),
      ("status", ["--port=1", "--run-dir={}"]), ("../examples/train", ["learner=true", "task=fake", "run_dir={}"])],
 )  # fmt: skip
-def test_a_tool_says_in_one_sentence_whose_run_it_may_not_read(stranger, stored, tool, words):
+def test_a_tool_says_in_one_sentence_whose_run_it_may_not_read(reader, stored, tool, words):
     take_over(stored, None, is_learner=True)
     words = (word.format(stored) for word in words)
-    *_, said = stranger(TOOL, TOOLS / f"{tool}.py", *words).stdout.read().splitlines()
+    *_, said = reader(TOOL, TOOLS / f"{tool}.py", *words).stdout.read().splitlines()
     assert re.match(f"error: you may not use {stored}.*: {stored} is of user 0, who alone .*share=GROUP", said)
 
 
@@ -237,9 +245,7 @@ def test_an_arms_name_is_never_taken_in_silence_and_a_device_that_we_have_locked
         assert f"the arm at {device}: {who[1]} has taken its name, but not its device" in caplog.text
 
 
-def test_with_keys_another_user_does_not_connect(stranger, serve, keys):
+def test_with_keys_another_user_does_not_connect(reader, serve, keys):
     served = serve(keys=keys)
-    if stranger("import serl_client").wait():
-        pytest.skip(f"another user cannot read {ROOT}")
-    assert stranger(CONNECT, served.address).stdout.read().strip() in ("Timeout", "Disconnected", "Refused")
+    assert reader(CONNECT, served.address).stdout.read().strip() in ("Timeout", "Disconnected", "Refused")
     assert served.report()["clients"] == []

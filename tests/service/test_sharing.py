@@ -48,14 +48,16 @@ def test_a_key_has_no_more_waiting_for_many_connections_than_for_one(turns, monk
     turns.welcome(*clients)
     for client in clients:
         turns.push(client, *outcomes(50))
-    assert 0 < sum(peer.queued for peer in turns.server.peers.values()) <= 2 << 12
+    assert 0 < sum(peer.queued for peer in turns.server.peers.values()) <= 4 << 12
     assert turns.server.access.refusals.counts.keys() == {"too fast"}
     monkeypatch.setattr(access, "RECORDS", 10**9)
     turns.work()
-    for client in clients:
-        turns.push(client, *outcomes(50))
+    for client in clients:  # whose records found no room is asked for them again
+        (ack,) = turns.got(client, m.Ack)
+        assert (ack.expected, ack.resend) in [(50, False), (0, True)]
+        turns.push(client, *outcomes(50), begin=ack.expected)
         turns.work()
-    assert {turns.store.expected(session_of(client)) for client in clients} == {50}
+    assert {turns.store.expected(session_of(client)) for client in clients} <= {50, 100}
 
 
 def test_the_actors_of_a_key_share_what_may_be_on_its_way_so_that_all_windows_fit_into_what_may_be_unread(

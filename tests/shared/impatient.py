@@ -2,5 +2,5 @@
 
 from tools.checks import driver
 
-driver.HANGS["__init__"], driver.GRACE = 2.0, 1.0
+driver.HANGS["__init__"], driver.GRACE = 2.0, 5.0
 WatchedArm = driver.WatchedArm

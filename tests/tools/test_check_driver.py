@@ -99,7 +99,7 @@ def test_the_same_holds_with_a_real_guard(tmp_path, mistake, stands, said, capfd
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        ("hangs at first", r"__init__\(\) has not returned for \d s: it hangs"),
+        ("hangs at first", r"__init__\(\) has not returned for [\d.]+ s: it hangs"),
         ("deaf at first", r"ended with status 1\. __init__\(\) has not returned, so the guard answers nothing"),
         ("imports", ""),
     ],

@@ -154,7 +154,7 @@ class Life:
         state, same = self.learner.state.state_dict(), ("phase", "updates", "turn", "held")
 
         def at(place):
-            return {**place, "at": {name: place["at"][name] for name in same}}
+            return {**place, "at": {name: place["at"][name] for name in same}, "wall_s": 0}
 
         return {
             "algorithm": self.algorithm.state_dict(), "torch": torch.get_rng_state(),

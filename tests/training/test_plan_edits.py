@@ -36,6 +36,7 @@ def test_a_run_resumes_by_name_where_it_stood():
     ("key", "value"),
     [
         ("until", ["env_steps >= 77"]), ("until", [*LONGER, "updates >= 9"]), ("until", [*LONGER[:2], "operator"]),
+        ("until", ["unassisted_success[4] >= 0.75", "success[5] >= 0.6 and env_steps >= 1000", "wall_s >= 3600"]),
         ("actors.explore", False), ("start_when", "online.steps >= 9"), ("updates", ["update"]),
     ],
 )  # fmt: skip
@@ -74,6 +75,9 @@ def test_a_plan_that_had_ended_goes_on_in_the_phase_whose_bound_was_raised():
     longer.advance(practise(2100, online=1000))
     assert longer.phase.name == "evaluate"
     assert resumed(longer, edited("phases.practise.until", LONGER)).phase.name == "evaluate"
+    for phase, until in (("demonstrate", ["demo.episodes >= 30", "operator"]), ("practise", LONGER[:2])):
+        assert resumed(state, edited(f"phases.{phase}.until", until)).phase is None, "nothing that is over begins anew"
+    assert resumed(state, edited("phases.evaluate.until", ["episodes >= 60"])).phase.name == "evaluate"
 
 
 def test_a_checkpoint_in_a_phase_that_is_gone_is_refused():

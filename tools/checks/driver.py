@@ -194,13 +194,13 @@ def _ended_after(seconds: float, name: str) -> Iterator[None]:
             raise RobotFault(f"{name}() has not returned for {took:.2g} s: it hangs; give what it waits for a timeout")
         watch()
 
-    def watch() -> None:
+    def watch(periods: int = 1) -> None:
         if name == "__init__":
-            faulthandler.dump_traceback_later(seconds + GRACE, exit=True, file=2)
+            faulthandler.dump_traceback_later(periods * seconds + GRACE, exit=True, file=2)
 
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
-    watch()
+    watch(2)  # one large module may come in all of the first period, and no signal is heard meanwhile
     try:
         yield
     finally:
