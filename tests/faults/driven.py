@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from serl_client import faults
+from serl_client.errors import RobotFault
 from serl_client.runner import run_actor
 from serl_client.spec import Array, Feature
 
@@ -86,8 +87,15 @@ def play(part: Part) -> None:
     """Run the control loop until it is time to stop."""
     faults.MOST = FAULTS
     never = Function(lambda observation: Verdict(0.0, terminated=False, success=False))
-    robot = guarded(HangingArm, fps=FPS, guard=True, folder=str(part.hangs))
-    with RobotEnv(robot, judge=never, task="chaos", fps=FPS, max_steps=STEPS, clock="real") as env:
+
+    def made() -> RobotEnv:
+        """Start again, as a person does, while the start ends because the driver hangs."""
+        while True:
+            with suppress(RobotFault):
+                robot = guarded(HangingArm, fps=FPS, guard=True, folder=str(part.hangs))
+                return RobotEnv(robot, judge=never, task="chaos", fps=FPS, max_steps=STEPS, clock="real")
+
+    with made() as env:
 
         def work(client: NotingClient, truth: Truth) -> None:
             with suppress(Stopped):
