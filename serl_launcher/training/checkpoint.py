@@ -145,7 +145,10 @@ def _whole(path: Path) -> dict[str, Any]:
     manifest = json.loads((path / MANIFEST).read_text())
     if manifest["format"] == FORMAT:
         Spec.from_dict(manifest["spec"])
-        if {STATE, TENSORS} - manifest["sha256"].keys() or {"config", "updates"} - manifest.keys():
+        kinds = {"config": dict, "updates": int, "plan": dict | None}
+        if {STATE, TENSORS} - manifest["sha256"].keys() or not all(
+            isinstance(manifest.get(name), kind) for name, kind in kinds.items()
+        ):
             raise ValueError("its manifest is not whole")
     for name, sha256 in manifest["sha256"].items():
         with open(path / name, "rb") as file:

@@ -49,7 +49,7 @@ class MetricsLog:
             if "id" in record:
                 self._once.add((kind, str(record["id"])))
             if kind == "update" and isinstance(updates, int):
-                self.updates = max(self.updates, updates)
+                self.updates = updates  # the last one's: a damaged one before it hides nothing
 
     def write(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append one record of plain values."""
