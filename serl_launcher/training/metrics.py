@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import os
-import signal
+import select
 import subprocess
 import sys
 import time
@@ -116,8 +116,8 @@ def mirrored(path: Path, choice: str | bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if child is not None:
-            child.terminate()
+        if child is not None and child.stdin is not None:
+            child.stdin.close()
             try:
                 child.wait(FINISH_S)
             except subprocess.TimeoutExpired:
@@ -129,11 +129,11 @@ def _package(choice: str | bool) -> str:
 
 
 def _start(path: Path, choice: str) -> subprocess.Popen[bytes] | None:
-    command = [sys.executable, "-m", "serl_launcher.training.metrics", str(path), choice, str(os.getpid())]
+    command = [sys.executable, "-m", "serl_launcher.training.metrics", str(path), choice]
     try:
         (path.parent / _package(choice)).mkdir(parents=True, exist_ok=True)
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True,
             env={**os.environ, "WANDB_ERROR_REPORTING": "false"},
         )  # fmt: skip
     except OSError as error:
@@ -148,29 +148,27 @@ def _is_installed(package: str) -> bool:
         return False  # sys.modules rules it out
 
 
-def mirror(path: Path, choice: str, parent: int) -> None:
-    """Run the mirror process: send each record of `path` until SIGTERM or the parent's end; then the rest.
+def mirror(path: Path, choice: str) -> None:
+    """Run the mirror process: send each record of `path` until the trainer closes our stdin or ends; then the rest.
 
     `sent.json` in the mirror's folder keeps the run's id and how far the file was sent. After a kill, a few records
     come twice.
     """
-    stopped: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     folder = path.parent / _package(choice)
     sent = folder / "sent.json"
     state = json.loads(sent.read_text()) if sent.exists() else {"id": uuid.uuid4().hex[:8], "bytes": 0, "records": 0}
     add, flush, finish = _tensorboard(folder) if choice == "tensorboard" else _wandb(path.parent, state["id"], choice)
-    last = False
-    while not last:
-        last = bool(stopped) or os.getppid() != parent  # before reading: what was written until now is still sent
+    is_last = False
+    while True:
         for record, end in _news(path, state["bytes"]):
             add(record, state["records"])
             state = state | {"bytes": end, "records": state["records"] + 1}
         flush()
         with replaced(sent) as aside:
             aside.write_text(json.dumps(state))
-        if not last:
-            time.sleep(POLL_S)
+        if is_last:
+            break
+        is_last = bool(select.select([sys.stdin], [], [], POLL_S)[0])
     finish()
 
 
@@ -235,7 +233,7 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, float]:
 if __name__ == "__main__":
     metrics = Path(sys.argv[1])
     try:
-        mirror(metrics, sys.argv[2], int(sys.argv[3]))
+        mirror(metrics, sys.argv[2])
     except Exception as error:  # the last word of this process
         file = metrics.parent / _package(sys.argv[2]) / "mirror.log"
         logging.basicConfig(filename=file)
