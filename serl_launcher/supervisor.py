@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 RESTARTS, WITHIN_S = 3, 60.0  # a process is started again at most so often within so many seconds
 FAILURES, FAILING_S = 10, 3600.0  # inference may fail so often within so many seconds, as on a GPU that is broken
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last one is what clusters send before their time is over
+# SIGHUP: the terminal is closed. SIGUSR1: what clusters send before their time is over.
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 AGAIN_AFTER_S = 1.0  # since the first signal, until another one counts: a script that is stopped passes on what we have
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit statuses of a process that others have ended
 REFUSED = 2  # exit status of a process that said in one sentence why it cannot run: another start does not help
@@ -65,7 +66,8 @@ class Supervisor:
     def run(self) -> int:
         """Start the processes, and return the exit status of the run when it is over."""
         for number in STOPS:
-            signal.signal(number, self._signal)
+            if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
+                signal.signal(number, self._signal)
         try:
             for name in self._first:
                 self._start(name)

@@ -1,15 +1,23 @@
 #!/usr/bin/env python
-"""Prints the timeline of a plan, or checks it against its algorithm; no robot and no learner is needed."""
+"""Prints the timeline of a plan, or checks it against its algorithm; or stops the run that trains by one.
+
+tools/plan.py show|check NAME|FILE [OVERRIDES]: no robot and no learner is needed
+tools/plan.py stop RUN: its learner, on this machine, keeps a checkpoint and ends; the same command goes on from there
+"""
 
 import argparse
+import os
 import pkgutil
+import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError, RetakeError
+from serl_client.lockfile import holder
 
 from serl_launcher.config import composed
 from serl_launcher.training.plan import TRAINED, Phase, Plan
@@ -70,16 +78,31 @@ def described(phase: Phase) -> Mapping[str, str]:
     }
 
 
+def stop(run_dir: Path) -> str:
+    """Ask the learner of a run to keep a checkpoint and to end; return what to say once it has ended."""
+    process, lock = holder(run_dir), (run_dir / "lock").resolve()
+    if not any(file.resolve() == lock for file in Path(f"/proc/{process or 0}/fd").glob("*")):
+        raise ConfigError(f"no learner trains in {run_dir} on this machine: give the folder of its run_dir=")
+    os.kill(int(process), signal.SIGTERM)
+    print(f"process {process} is asked to stop; it says how long that takes", flush=True)
+    while holder(run_dir):
+        time.sleep(0.1)
+    return f"stopped: the command that began {run_dir} goes on from here"
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("action", choices=("show", "check"), help="check also looks the updates up in the algorithm")
-    parser.add_argument("plan", metavar="NAME|FILE", help="a plan of config/plan, or a yaml file")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("show", "check", "stop"), help="check: looks the updates up, too")
+    parser.add_argument("plan", metavar="NAME|FILE|RUN", help="a plan of config/plan, a yaml file; to stop: a run_dir")
     parser.add_argument("overrides", nargs="*", help="as for training: task=sim_arm algo=rlpd plan.phases...")
     arguments = parser.parse_args()
     try:
+        if arguments.action == "stop":
+            print(stop(Path(arguments.plan)))
+            return 0
         config = planned(arguments.plan, arguments.overrides)
         plan = load(config, check_updates=arguments.action == "check")
-    except (RetakeError, OmegaConfBaseException, ImportError, AttributeError) as error:
+    except (RetakeError, OmegaConfBaseException, ImportError, AttributeError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
     print("\n".join(timeline(plan)))

@@ -5,7 +5,6 @@ tools/status.py [--ip ADDRESS] [--port PORT] [--key FILE] [--run-dir RUN] [--jso
 """
 
 import argparse
-import fcntl
 import json
 import sys
 import time
@@ -16,6 +15,7 @@ from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.errors import TrainerError
 from serl_client.keys import Key, known_as
+from serl_client.lockfile import holder
 from serl_client.names import cleaned
 from serl_client.reach import explained
 
@@ -110,14 +110,10 @@ def lying(run_dir: Path) -> str:
     """What a run folder tells by itself."""
     if not run_dir.exists():
         return f"There is no run in {run_dir}."
-    lock = run_dir / "lock"
-    if not lock.exists():
+    if not (run_dir / "lock").exists():
         return f"No learner has ever run in {run_dir}."
-    with open(lock) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return f"Process {file.read()} holds {run_dir}, but does not answer at this address: compare port= there."
+    if process := holder(run_dir):
+        return f"Process {process} holds {run_dir}, but does not answer at this address: compare port= there."
     begun = (run_dir / "config.yaml").stat().st_mtime if (run_dir / "config.yaml").exists() else 0.0
     for name in ("evaluation.json", "summary.json"):
         if (run_dir / name).exists() and (run_dir / name).stat().st_mtime >= begun:  # else of an earlier start

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections import Counter, defaultdict
 
 import pytest
@@ -72,17 +74,17 @@ def assert_finished(programs, before):
 
 
 LEARNER = {"launcher", "server", "trainer", "inference"}
-SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
+SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP, "plan.py stop": None}
 
 
 @pytest.mark.parametrize(
     "strikes",
     [
         pytest.param([{*LEARNER, "actor"}], marks=pytest.mark.program, id="all at once"),
-        pytest.param(["Ctrl-C"], marks=pytest.mark.slow, id="Ctrl-C"),
+        pytest.param(["Ctrl-C", "plan.py stop"], marks=pytest.mark.slow, id="stopped"),
         pytest.param(
-            ["SIGTERM", {"inference"}, {"server"}, {"actor"}, {"trainer"}, {"launcher"}], marks=pytest.mark.nightly,
-            id="each",
+            ["SIGTERM", "SIGHUP", {"inference"}, {"server"}, {"actor"}, {"trainer"}, {"launcher"}],
+            marks=pytest.mark.nightly, id="each",
         ),
     ],
 )  # fmt: skip
@@ -99,7 +101,7 @@ def test_killed_or_interrupted_in_any_process_and_in_all_the_run_goes_on_to_its_
         before = programs.practised(programs.facts().practised + 40)
         if isinstance(victims, str):
             interrupt(programs, learner, SIGNALS[victims], left={"actor"})
-            interrupt(programs, actor, SIGNALS[victims], left=set())
+            interrupt(programs, actor, SIGNALS[victims] or signal.SIGINT, left=set())
             stopped = re.findall(r"stopped after (\d+) updates", programs.said())[-1]
         else:
             programs.kill(*victims)
@@ -123,7 +125,10 @@ def test_killed_or_interrupted_in_any_process_and_in_all_the_run_goes_on_to_its_
 
 
 def interrupt(programs, process, number, *, left):
-    """Signal a program as a terminal does; then only the programs `left` are there."""
-    os.killpg(process.pid, number)
+    """Signal a program as a terminal does, or (None) by tools/plan.py; then only the programs `left` are there."""
+    if number:
+        os.killpg(process.pid, number)
+    else:
+        subprocess.run([sys.executable, "tools/plan.py", "stop", programs.run_dir], check=True)
     assert programs.until(lambda: process.poll()) != 0
     programs.until(lambda: set(programs.alive()) == left)

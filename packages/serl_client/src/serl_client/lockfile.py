@@ -55,6 +55,16 @@ def lock_folder(folder: Path, taken: Callable[[str], str]) -> IO[str]:
     return file
 
 
+def holder(folder: Path) -> str:
+    """Return the number of the process that has a folder; "" if none has. Nothing is made or changed."""
+    with suppress(FileNotFoundError), open(folder / "lock") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return file.read().strip() or "unknown"
+    return ""
+
+
 def sign(lock: IO[str]) -> None:
     """Write our process into a lock that we hold, for whoever finds it taken."""
     with suppress(OSError):  # a full disk
