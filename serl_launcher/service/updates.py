@@ -110,7 +110,11 @@ class StateUpdates:
         return self.is_directed and self.shared()[0].get("mode") == "stop"
 
     def step_limit(self, peer: Peer) -> int | None:
-        """How many steps this peer's session may have made in all; None: no limit."""
+        """How many steps this peer's session may have made in all; None: no limit.
+
+        What is left, less what other actors may have made of theirs and not delivered yet, is shared by those that have
+        nothing. What an actor has not used in UPDATE_S is free again.
+        """
         store = self._keeper.store
         if store is None or not peer.hello.paced:
             return None
@@ -123,9 +127,16 @@ class StateUpdates:
         made = store.sessions[peer.hello.session].steps
         if directive != number or steps is None:
             return made  # the learner has not said yet how far we may go
-        left = max(0, steps - store.phase_steps.get(store.directives[number]["phase"], 0))
-        paced = sum(other.hello.paced for other in self._peers.values())
-        return made + -(-left // max(1, paced))
+        now = clock.monotonic()
+        if made != peer.made:
+            peer.made, peer.moved = made, now
+        elif now >= peer.moved + UPDATE_S:
+            peer.allowed, peer.moved = made, now
+        held = [max(0, other.allowed - other.made) for other in self._peers.values() if other.hello.paced]
+        own = max(0, peer.allowed - made)
+        left = max(0, steps - store.phase_steps.get(store.directives[number]["phase"], 0) - sum(held) + own)
+        peer.allowed = max(peer.allowed, made + -(-left // max(1, held.count(0) + (own > 0))))
+        return peer.allowed
 
     def forget(self, now: float) -> None:
         """Forget the clients that have been silent for MISSING_S."""

@@ -15,7 +15,7 @@ from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.directives import DATASET
 from serl_launcher.training.plan import EVAL, LONGEST_WINDOW
-from serl_launcher.training.plan_state import PhaseCounts, Progress, SourceCounts
+from serl_launcher.training.plan_state import UNPACED, PhaseCounts, Progress, SourceCounts
 
 COUNTED, SUCCEEDED, INTERVENED, JUDGED, TRAINED, ASSISTED = 1, 2, 4, 8, 16, 32
 NUMBER = attrgetter("number")
@@ -113,9 +113,9 @@ class RunCounters:
         if episode.first >= buffer.tail and all(len(column) for column in columns):
             self.starts[episode.number] = xxhash.xxh3_64_intdigest(b"".join(column.tobytes() for column in columns))
 
-    def progress(self, wall_s: float) -> Progress:
+    def progress(self, wall_s: float, unpaced: str = UNPACED[0]) -> Progress:
         """Return the numbers that a plan's conditions compare. Sources are counted when a condition asks for them."""
-        return Progress(self._phases, _Sizes(self.sources), wall_s)
+        return Progress(self._phases, _Sizes(self.sources), wall_s, unpaced)
 
     def recent(self, phase: str, count: int) -> list[EpisodeInfo]:
         """Return the newest `count` finished episodes of a phase, the newest last."""

@@ -23,7 +23,7 @@ from serl_launcher.training.counters import RunCounters, evaluation
 from serl_launcher.training.metrics import MetricsLog
 from serl_launcher.training.monitor import Monitor
 from serl_launcher.training.plan import RANDOM, Phase, Plan, Update
-from serl_launcher.training.plan_state import PlanState
+from serl_launcher.training.plan_state import UNPACED, PhaseCounts, PlanState
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.training.server_sync import SYNC_S, Director, ServerSync
 from serl_launcher.training.tracing import Tracer, await_rows, sift
@@ -230,7 +230,8 @@ class Learner:
 
     # -- the server
     def _progress(self) -> Any:
-        return self.counters.progress(self.wall_s)
+        unpaced = UNPACED[1] if self._is_starved else "" if self.server.presence.waits else UNPACED[0]
+        return self.counters.progress(self.wall_s, unpaced)
 
     def _hear(self) -> None:
         if self.server.hear():
@@ -251,11 +252,14 @@ class Learner:
             self.state.did_direct(self.director.number)
 
     def _tell(self) -> None:
-        """Tell the step limit. Write metrics, console and a checkpoint when they are due."""
-        self.director.pace(None if self._is_starved else self.state.step_limit(self._progress()))
+        """Tell the step limit; none where actors have come to it and what an update needs has not. Write metrics,
+        console and a checkpoint when they are due."""
+        phase, progress = self.state.phase, self._progress()
+        counts = progress.phases.get(phase.name if phase else "", PhaseCounts())
+        made, limit = counts.env_steps, self.state.step_limit(progress)
+        self.director.pace(None if self._is_starved and limit is not None and made >= limit else limit)
         if self.monitor.is_due():
-            phase, counts = self.state.phase, self._progress().phases
-            self.server.presence.look(phase, counts[phase.name].env_steps if phase and phase.name in counts else 0)
+            self.server.presence.look(phase, made)
             self._show(phase)
             self.server.link.send(m.Heartbeat({"waits_for": self._waits_for()[:LONGEST]}))
         self.publisher.turn()

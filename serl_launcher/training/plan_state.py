@@ -16,6 +16,10 @@ from serl_launcher.training.plan_edits import check_edits, is_raised, plain
 log = logging.getLogger(__name__)
 
 COMMANDS = ("next", "hold", "resume", "goto", "stop")
+UNPACED = (  # why steps may come that are due more updates than are made
+    "the learner is too slow for a real robot. Lower updates_per_step, or use a faster GPU",
+    "there was no data for them",
+)
 COUNTED = ("env_steps", "episodes", "successes", "interventions", "finished_steps")  # of PhaseCounts
 
 
@@ -47,11 +51,12 @@ class SourceCounts:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The numbers that conditions compare: by phase name, or an evaluation's directive; by source or view name; and the
-    run's seconds of work."""
+    run's seconds of work. unpaced: why steps may come beyond the step limit; empty: every actor waits for it."""
 
     phases: Mapping[str | int, PhaseCounts] = field(default_factory=dict)
     sources: Mapping[str, SourceCounts] = field(default_factory=dict)
     wall_s: float = 0.0
+    unpaced: str = UNPACED[0]
 
 
 class RateLimiter:
@@ -65,7 +70,7 @@ class RateLimiter:
 
     def __init__(self, pace: Pace | None, uncounted_steps: float) -> None:
         self.pace, self.uncounted_steps, self.dropped = pace, uncounted_steps, 0.0
-        self._owed, self._report_at = 0.0, 1.0
+        self.unpaced, self._owed, self._report_at = UNPACED[0], 0.0, 1.0
 
     def resume(self, before: Pace | None, env_steps: int, updates: int) -> None:
         """Go on where a run was stopped: all updates that its steps were due, by the pace `before`, are made up for.
@@ -91,14 +96,13 @@ class RateLimiter:
     def _credit(self, pace: Pace, env_steps: int, updates: int) -> float:
         credit = pace.updates_per_step * (env_steps - self.uncounted_steps) - updates
         excess = credit - (pace.tolerance + 1 + pace.updates_per_step + self._owed)
-        if excess > 1e-6:
+        if excess > 1e-6 and self.unpaced:
             self.uncounted_steps += excess / pace.updates_per_step
             self.dropped += excess
+            credit -= excess
             if self.dropped >= self._report_at:
-                text = "learner too slow: %.0f updates dropped. Lower updates_per_step, or use a faster GPU"
-                log.warning(text, self.dropped)
+                log.warning("%.0f updates dropped so far: %s", self.dropped, self.unpaced)
                 self._report_at = 2 * self.dropped
-        credit -= max(0.0, excess)
         self._owed = max(0.0, min(self._owed, credit))
         return credit
 
@@ -306,6 +310,8 @@ class PlanState:
         """Return the bucket; None before start_when is met. Steps before that moment add no tokens."""
         if self.bucket is None and (phase.start_when is None or self._met(phase.start_when, progress)):
             self.bucket = self._bucket(self._env_steps(progress))
+        if self.bucket:
+            self.bucket.unpaced = progress.unpaced
         return self.bucket
 
     def _turn(self) -> tuple[int, int, str]:

@@ -56,6 +56,11 @@ class Presence:
                 del names[next(iter(names))]
         self.here, self._actors = here, actors
 
+    @property
+    def waits(self) -> bool:
+        """Whether all that are here are simulated, and wait for their step limit."""
+        return all(paced for *_, paced in self._actors)
+
     def begin_phase(self) -> None:
         """Forget what the phase before lacked."""
         self._gone.clear()
@@ -75,8 +80,7 @@ class Presence:
         if self.lack not in ("", self._told):
             log.warning("phase %s waits for %s", phase and phase.name, self.lack)
         self._told = self.lack or (self._told if lacks else "")
-        is_simulated = all(paced for *_, paced in self._actors)
-        if phase and hindered and is_simulated and not phase.ends_alone and now >= self._since + HOPE_S:
+        if phase and hindered and self.waits and not phase.ends_alone and now >= self._since + HOPE_S:
             raise ConfigError(f"phase {phase.name} cannot go on without {self.lack}")
 
     def _lack(self, phase: Phase, hindered: bool) -> str:

@@ -96,7 +96,7 @@ def test_after_a_restart_all_updates_that_were_due_are_made_up_for_and_later_one
     slow = practise(1800, online=900)
     assert len(train(after, slow)) <= 2 * 8 + 3
     assert after.dropped == resumed(after, progress=slow).dropped > 1700
-    assert "learner too slow" in caplog.text
+    assert "the learner is too slow for a real robot" in caplog.text
 
 
 @pytest.mark.parametrize("ratio", [0.5, 3.0])

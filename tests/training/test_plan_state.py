@@ -196,13 +196,21 @@ def test_catching_up_is_capped(bursts, ratio):
         while bucket.may_update(steps, updates):
             updates += 1
         assert updates - before <= 2 * 16 + 1 + ratio
+    bucket.unpaced = ""  # but where all wait, nothing is dropped
+    dropped = bucket.dropped
+    for burst in bursts:
+        steps += burst
+        while bucket.may_update(steps, updates):
+            updates += 1
+        assert 0 <= updates - ratio * (steps - bucket.uncounted_steps) + 1e-6 <= 16 + 1
+    assert bucket.dropped == dropped
 
 
 def test_what_will_not_be_caught_up_is_logged(caplog):
     bucket = RateLimiter(Pace(1.0, 16), uncounted_steps=0)
     with caplog.at_level(logging.WARNING):
         assert bucket.may_update(1018, 0)
-    assert "learner too slow: 1000 updates dropped" in caplog.text
+    assert "1000 updates dropped so far: the learner is too slow for a real robot" in caplog.text
     count = len(caplog.records)
     bucket.may_update(1019, 0)
     assert len(caplog.records) == count  # not for every step
