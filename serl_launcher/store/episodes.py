@@ -159,7 +159,7 @@ class Episodes:
 
     def continued_by(self, segment: Segment, state: Session) -> Episode:
         """Return the episode that this later segment goes on with. Raises Refused if it does not follow, or names
-        another directive than the episode's."""
+        another directive or task than the episode's."""
         episode, at = self.continued(state), f"{segment.episode}[{segment.start}]"
         if episode is None or (episode.part_of, next_step(episode)) != (segment.episode, segment.start):
             there = f"{episode.part_of}[{next_step(episode)}]" if episode else "the start of an episode"
@@ -168,6 +168,8 @@ class Episodes:
             raise Refused(f"{segment.episode} was closed from elsewhere {MOST_PARTS:,} times: begin another episode")
         if (number := segment.stamp.directive) != episode.directive:
             raise Refused(f"step {at} names directive {number}, and its episode began under {episode.directive}")
+        if segment.task != episode.task:
+            raise Refused(f"step {at} names the task {segment.task!r}, and its episode {episode.task!r}")
         return episode
 
     def _judge(self, episode: Episode, outcome: Outcome) -> None:

@@ -55,7 +55,9 @@ def test_a_repeated_record_is_ignored_and_a_gap_is_named(tmp_path, made):
         (WIDE, r"action should be float32 \[4, 2\], not float32 \[4, 3\]"),
         (make_segment("e0", start=5), r"e0\[5\] came where e0\[4\]"),
         *((make_segment("e0", start=4, directive=d), f"no directive {d}") for d in (9, 2**31, 2**40, 2**53 - 1)),
-        (replace(make_segment("e0", start=4), task="odd"), "a number that no column holds"),
+        (replace(make_segment("e1"), task="odd"), "a number that no column holds"),
+        (replace(make_segment("e0", start=4), task="other"), r"e0\[4\] names the task 'other', and its episode '"),
+        (replace(make_segment("e1"), gap=np.full(4, 255, np.uint8).view(bool)), "gap should hold flags"),
         *(
             (replace(make_segment("e1"), **{where: bad}), "printable")
             for where in ("episode", "task")

@@ -97,6 +97,9 @@ class Segment:
             array = getattr(self, name)
             if array.shape != (length,) or array.dtype != dtype:
                 raise ValueError(f"{name} should be {dtype} [{length}], not {array.dtype} {list(array.shape)}")
+        for name, array in self.columns.items():
+            if array.dtype == bool and array.size and np.ascontiguousarray(array).view(np.uint8).max() > 1:
+                raise ValueError(f"{name} should hold flags: each byte is 0 or 1")
         self._check_values(spec)
 
     def _check_values(self, spec: Spec) -> None:
