@@ -239,7 +239,7 @@ def test_actors_keep_what_a_full_archived_source_does_not_take_until_the_export_
         with exporting(server) as last:
             until(lambda: client.pending[0] == 0 and client.state.degraded == "", NICED)
             last.terminate()
-            assert last.wait(PATIENCE) == 0
+            assert last.wait(NICED) == 0
         rows = server.episodes()
     assert sorted(rows, key=lambda name: rows[name]["first"]) == names
     exported = []
