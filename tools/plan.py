@@ -20,7 +20,7 @@ from serl_client.errors import ConfigError, RetakeError
 from serl_client.lockfile import holder
 
 from serl_launcher.config import composed
-from serl_launcher.training.plan import TRAINED, Phase, Plan
+from serl_launcher.training.plan import TRAINED, Phase, Plan, unrepeated
 from serl_launcher.training.plan_reader import plan_of
 
 CONFIG = Path(__file__).resolve().parent.parent / "config"
@@ -53,15 +53,21 @@ def timeline(plan: Plan) -> Iterator[str]:
         yield f"source {name}: {source.capacity:,} steps"
     for name, view in plan.views.items():
         yield f"view {name}: {', '.join(view.keep)} of {', '.join(view.of)}, from {view.min_length} steps"
-    for number, phase in enumerate(plan.phases.values(), 1):
-        yield f"\n{number}. {phase.name}"
-        yield from (f"   {word:<8} {text}" for word, text in described(phase).items() if text)
+    repeat = plan.repeat
+    for number, name in enumerate(plan.outline, 1):
+        is_repeated = repeat is not None and plan.repeats(name)
+        times = f" to #{repeat.times}" if repeat and is_repeated else ""
+        yield f"\n{number}. {name}{times}"
+        yield from (f"   {word:<8} {text}" for word, text in described(plan.phases[name]).items() if text)
+        if repeat and is_repeated and unrepeated(name) == repeat.phases[-1]:
+            leaves = f", until {' | '.join(repeat.until)}" if repeat.until else ""
+            yield f"   repeat   {', '.join(repeat.phases)}: {repeat.times} times{leaves}"
     yield from (f"\nnote: {note}" for note in plan.notes)
 
 
 def described(phase: Phase) -> Mapping[str, str]:
     """{what: text} of one phase; an empty text says that it has none."""
-    actors, pace = phase.actors, phase.pace
+    actors, pace, within = phase.actors, phase.pace, phase.evaluate
     into = f" into {actors.into}" if actors.into else ""
     drawn = f" {actors.policy} actions" if actors.policy != TRAINED else ""
     shares = {name: f"{share:.0%}" for update in phase.updates for name, share in update.data.items()}
@@ -73,6 +79,7 @@ def described(phase: Phase) -> Mapping[str, str]:
         "start": f"when {phase.start_when}" if phase.start_when else "",
         "pace": ratio if phase.updates else "",
         "publish": f"every {phase.publish_every} updates" if phase.publish_every else "",
+        "evaluate": f"every {within.every:,} {within.unit} until {' | '.join(within.phase.until)}" if within else "",
         "until": " | ".join(phase.until),
         "then": ", ".join(f"{action} {source or ''}".strip() for action, source in phase.on_end),
     }

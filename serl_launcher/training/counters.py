@@ -15,7 +15,8 @@ from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.directives import DATASET
 from serl_launcher.training.plan import EVAL, LONGEST_WINDOW
-from serl_launcher.training.plan_state import UNPACED, PhaseCounts, Progress, SourceCounts
+from serl_launcher.training.plan_state import PhaseCounts, Progress, SourceCounts
+from serl_launcher.training.rate_limiter import UNPACED
 
 COUNTED, SUCCEEDED, INTERVENED, JUDGED, TRAINED, ASSISTED = 1, 2, 4, 8, 16, 32
 NUMBER = attrgetter("number")

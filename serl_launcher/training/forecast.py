@@ -71,7 +71,9 @@ def _least(phase: Phase, unit) -> float:
     bounds = [
         [term.bound * each for term in terms if (each := unit(term.name, term.count)) is not None] for terms in ends
     ]
-    return min((max(each) for each, terms in zip(bounds, ends, strict=True) if len(each) == len(terms)), default=math.inf)
+    return min(
+        (max(each) for each, terms in zip(bounds, ends, strict=True) if len(each) == len(terms)), default=math.inf
+    )
 
 
 class Forecast:
@@ -92,11 +94,19 @@ class Forecast:
             self._phase, self._since, self._then, self._looks, self._paced = phase.name, now, {}, 0, 0
         self._looks += 1
         self._paced += waits_for == PACED
-        left, condition = min(((self._left(state, progress, text, now), text) for text in phase.until), default=(math.inf, ""))
+        left, condition = min(
+            ((self._left(state, progress, text, now), text) for text in phase.until), default=(math.inf, "")
+        )
         if now < self._since + EARLY_S or not math.isfinite(left):
             return ""
-        pace = f"; {'the robots set' if 2 * self._paced > self._looks else 'training sets'} the pace" if phase.pace else ""
-        return f"about {left / 60:,.0f} min at most, until {condition}{pace}" if left >= 60 else f"about {left:.0f} s{pace}"
+        pace = (
+            f"; {'the robots set' if 2 * self._paced > self._looks else 'training sets'} the pace" if phase.pace else ""
+        )
+        return (
+            f"about {left / 60:,.0f} min at most, until {condition}{pace}"
+            if left >= 60
+            else f"about {left:.0f} s{pace}"
+        )
 
     def _left(self, state: PlanState, progress: Progress, text: str, now: float) -> float:
         """Return the seconds until a condition is met; inf for one that has no rate."""

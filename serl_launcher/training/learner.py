@@ -22,9 +22,10 @@ from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.counters import RunCounters, evaluation
 from serl_launcher.training.metrics import MetricsLog
 from serl_launcher.training.monitor import Monitor
-from serl_launcher.training.plan import RANDOM, Phase, Plan, Update
-from serl_launcher.training.plan_state import UNPACED, PhaseCounts, PlanState
+from serl_launcher.training.plan import RANDOM, Phase, Plan, Update, unrepeated
+from serl_launcher.training.plan_state import PhaseCounts, PlanState
 from serl_launcher.training.ranks import Ranks
+from serl_launcher.training.rate_limiter import UNPACED
 from serl_launcher.training.server_sync import SYNC_S, Director, ServerSync
 from serl_launcher.training.tracing import Tracer, await_rows, sift
 from serl_launcher.training.writers import CheckpointKeeper, Patience, Publisher
@@ -33,8 +34,8 @@ from serl_launcher.types import Batch
 log = logging.getLogger(__name__)
 
 OVER = (
-    "; the run is over: a higher bound of a phase that trains, such as max_env_steps=, goes on with it, and another "
-    "run_dir= begins a new one"
+    "; the run is over: a higher bound of a phase that trains, such as max_env_steps=, or more times of what is "
+    "repeated, goes on with it, and another run_dir= begins a new one"
 )
 HOPE_S = 60.0  # that an update waits for data that no actor adds now: late records or a label may still come
 LONGEST = 1000  # characters of what the learner says it waits for in a status
@@ -74,7 +75,7 @@ class Learner:
         self.keeper = CheckpointKeeper(checkpoints, checkpoint_s, self._patience)
         self._tracer = Tracer(ranks, sources, self.server.set_aside)
         self.changes: list[dict[str, Any]] = []  # {updates: at which, what} of settings, over all starts
-        self.evaluations: dict[str, dict[str, Any]] = {}  # the newest result of each phase that evaluates
+        self.evaluations: dict[str, dict[str, Any]] = {}  # by phase, or phase@updates within one; the newest last
         self._is_starved = False  # an update is due and its sources hold nothing for it: actors may go on at any pace
         self._began = self._fed = clock.monotonic()  # fed: when an update last had its data, or none was due
 
@@ -184,10 +185,11 @@ class Learner:
             self.publisher.settle(self.state.updates)  # the next phase begins with what this one published
             if before.actors.mode == "evaluate":
                 self._evaluated(before, directives)
+            ended = unrepeated(before.name)
             for action, source in actions:
-                self._do(action, source, before.name)
+                self._do(action, source, ended)
             if ("checkpoint", None) not in actions:  # a kill must not take the run back into a phase
-                self.checkpoint(before.name)  # that the actors have left
+                self.checkpoint(ended)  # that the actors have left
         self._direct()
 
     def _obey(self) -> None:
@@ -222,7 +224,10 @@ class Learner:
         result = evaluation(self.counters, directives, self.publisher.version["version"], phase.episodes)
         if not self.ranks.still_published():
             raise RetakeError(f"the weights that {phase.name} ran are not the trained ones")
-        self.evaluations[phase.name] = result | {"weights_sha256": self.publisher.version["sha256"]}
+        name = phase.name if phase.name in self.state.plan.phases else f"{phase.name}@{self.state.updates}"
+        self.evaluations.pop(name, None)
+        told = {"phase": phase.name, "updates": self.state.updates, "weights_sha256": self.publisher.version["sha256"]}
+        self.evaluations[name] = result | told
         counted = {key: result[key] for key in ("episodes", "distinct_starts", "successes")}
         counted |= self.monitor.value_error(phase.name, result["episodes"])
         self.monitor.write("evaluation", self.state.updates, {"phase": phase.name, **counted})
@@ -290,7 +295,7 @@ class Learner:
         return {
             "algorithm": self.ranks.state_dict(), "plan": self.state.state_dict(),
             "sources": self.sources.state_dict(), "torch": torch.get_rng_state(), "command": self.server.newest_command,
-            "wall_s": self.wall_s, "phases": list(self.state.plan.phases), "evaluations": self.evaluations,
+            "wall_s": self.wall_s, "phases": self.state.plan.outline, "evaluations": self.evaluations,
             "starts": self.counters.starts, "cost_s": self.keeper.schedule.cost, "changes": self.changes,
         }  # fmt: skip
 
@@ -310,7 +315,7 @@ class Learner:
         self.keeper.resume(saved.get("cost_s", 0.0))
         self.counters.starts |= saved.get("starts", {})
         self.changes = list(saved.get("changes", ()))
-        if saved["algorithm"] is not None and saved["phases"] == list(self.state.plan.phases):
+        if saved["algorithm"] is not None and saved["phases"] == self.state.plan.outline:
             edits = self.state.load_state_dict(saved["plan"], accept=self.accept_plan, progress=self._progress())
             self.evaluations = saved["evaluations"]
             over = "" if self.state.at.phase else OVER

@@ -1,8 +1,12 @@
-"""Describes a plan: sources (replay capacity), views, and phases with updates, batch shares, pace (UTD), ends."""
+"""Describes a plan: sources (replay capacity), views, and phases with updates, batch shares, pace (UTD), ends.
+
+A phase that is repeated stands in the plan once for each time, as `practise#1`, `practise#2`, ... The evaluation within
+a phase is a phase, too: `practise.evaluate`. The plan turns to it again and again, and then goes on with the phase.
+"""
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -19,6 +23,7 @@ TRAINED, *_ = POLICIES = ("trained", "random", "brownian")  # who gives the acti
 RANDOM, ONCE = ORDERS = ("random", "once")
 EVAL = "eval"  # the built-in source of evaluation episodes, which nothing trains on
 LONGEST_WINDOW = 200  # episodes that a metric may look back on
+TIME, WITHIN = "#", ".evaluate"  # in names: before the number of a repetition; of the evaluation within a phase
 
 TERM = re.compile(r"(\w+)(?:\.(\w+)|\[(\d+)\])?\s*(>=|>)\s*(\d[\d_]*(?:\.\d+)?)")
 
@@ -99,6 +104,25 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluation:
+    """An evaluation within a phase, whenever the phase has made `every` more of a unit: env_steps or updates."""
+
+    every: int
+    unit: str
+    phase: "Phase"  # as which it runs, while the phase around it stands still
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Phases that follow one another `times` times. until: conditions, any of which ends that earlier. They are looked
+    at when the last of the phases ends, of whose episodes their metrics are."""
+
+    phases: tuple[str, ...]
+    times: int
+    until: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Phase:
     """What actors and learner do at the same time, and until when. `parse` reads the texts of the conditions."""
 
@@ -111,6 +135,12 @@ class Phase:
     publish_every: int | None = None  # updates
     on_begin: tuple[tuple[str, str | None], ...] = ()  # (action, source), before the first update
     on_end: tuple[tuple[str, str | None], ...] = ()
+    evaluate: Evaluation | None = None
+
+    def named(self, name: str) -> "Phase":
+        """Return this phase under another name, with the evaluation within it."""
+        within = self.evaluate and replace(self.evaluate, phase=self.evaluate.phase.named(f"{name}{WITHIN}"))
+        return replace(self, name=name, evaluate=within)
 
     @property
     def episodes(self) -> int | None:
@@ -150,6 +180,36 @@ class Plan:
     phases: Mapping[str, Phase]
     notes: tuple[str, ...] = ()
     verdict: VerdictRewards = field(default_factory=VerdictRewards)
+    repeat: Repeat | None = None
+
+    @property
+    def outline(self) -> list[str]:
+        """The names of the phases without the later repetitions: a plan of another outline is another plan."""
+        return [name for name in self.phases if name.partition(TIME)[2] in ("", "1")]
+
+    def repeats(self, name: str) -> bool:
+        """Return whether this is one of the phases that are repeated."""
+        return TIME in name
+
+    def may_leave(self, name: str) -> tuple[str, ...]:
+        """Return the conditions, any of which ends the repetitions when this phase ends."""
+        closes = self.repeat is not None and name.startswith(f"{self.repeat.phases[-1]}{TIME}")
+        return self.repeat.until if self.repeat and closes else ()
+
+    def after(self, name: str, *, leaves: bool) -> str | None:
+        """Return the phase that follows one; None: it is the last. leaves: no repetition follows."""
+        names = [*self.phases]
+        names = [each for each in names[names.index(name) + 1 :] if not (leaves and self.repeats(each))]
+        return names[0] if names else None
+
+    def new_repetition(self, times: int, ended: Collection[str]) -> str | None:
+        """Return the phase with which the first repetition begins that this plan lacked while it had so many `times`.
+
+        ended: the phases that have ended. None: there is no new one, or `until` has ended the repetitions before.
+        """
+        if self.repeat is None or self.repeat.times <= times or f"{self.repeat.phases[-1]}{TIME}{times}" not in ended:
+            return None
+        return f"{self.repeat.phases[0]}{TIME}{times + 1}"
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -180,9 +240,17 @@ class Plan:
         return frozenset(name for name, source in self.sources.items() if source.archive == "lerobot")
 
     def only(self, name: str | None) -> "Plan":
-        """Return this plan with that one phase; None: with all of them. Raises ConfigError if it has no such phase."""
-        names = self.phases if name is None else [check_choice(name, self.phases, "phase", "phase")]
-        return replace(self, phases={each: self.phases[each] for each in names})
+        """Return this plan with that one phase, once; None: with all. Raises ConfigError if it has no such phase."""
+        if name is None:
+            return self
+        phases = {unrepeated(each): self.phases[each] for each in self.outline}
+        check_choice(name, phases, "phase", "phase")
+        return replace(self, phases={name: phases[name].named(name)}, repeat=None)
+
+
+def unrepeated(name: str) -> str:
+    """Return the name of a phase without the number of its repetition."""
+    return name.partition(TIME)[0]
 
 
 @cache

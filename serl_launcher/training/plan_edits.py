@@ -1,4 +1,4 @@
-"""Decides what of a phase may be edited between two starts of a run: pace, batches, publications, higher bounds."""
+"""Decides what of a phase may be edited between two starts of a run: pace, batches, evaluations, higher bounds."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,8 +14,8 @@ from serl_launcher.training.plan import Actors, Phase, Plan, Update, parse
 def check_edits(plan: Plan, name: str | None, said: Mapping[str, Any], *, accept: bool) -> list[str]:
     """Return how a phase in which a checkpoint stands was edited since, as `name: now, then`.
 
-    Pace, batches and publications may change, and bounds may be raised. Anything else needs `accept`: it may end the
-    phase at once, or give what was learned another meaning.
+    Pace, batches, publications and the evaluations within it may change, and bounds may be raised. Anything else needs
+    `accept`: it may end the phase at once, or give what was learned another meaning.
     name: of that phase; None: the plan had ended. said: the phase as it was. Raises ConfigError if the plan lacks the
     phase, and for an edit that nobody accepted.
     """
@@ -38,7 +38,7 @@ def _is_free(key: str, then: Any, now: Any) -> bool:
         return [{**each, "every": 1, "batch": None} for each in then] == [
             {**each, "every": 1, "batch": None} for each in now
         ]
-    return key in ("pace", "publish_every") or (key == "until" and is_raised(then, now))
+    return key in ("pace", "publish_every", "evaluate") or (key == "until" and is_raised(then, now))
 
 
 def is_raised(then: Sequence[str], now: Sequence[str], *, truly: bool = False) -> bool:

@@ -17,12 +17,14 @@ from serl_launcher.training import plan as p
 MODES = ("idle", "collect", "teleop", "evaluate", "stop")
 METRICS = ("success", "unassisted_success")
 ARCHIVES = ("none", "lerobot")
+EVERY = {"every_env_steps": "env_steps", "every_updates": "updates"}  # how often a phase evaluates: its unit
 ACTIONS = ("checkpoint", "publish", "fit_normalizer")
 EVAL_CAPACITY = 20_000  # steps, unless the plan says another
 FILES = {  # words of a source: what they should be
     "dataset": "the folder of a LeRobot dataset, or a robomimic file", "calibration": "lerobot's calibration file",
 }  # fmt: skip
 LEAST_CAPACITY = 100  # steps
+LEAVING = "a metric of the last phase, as in 'success[20] >= 0.9', or what a source holds, as in 'online.steps >= 9000'"
 EXAMPLE = "'env_steps >= 20000', 'demo.episodes >= 20', 'success[20] >= 0.9 and episodes >= 50' or 'operator'"
 
 
@@ -47,14 +49,14 @@ def load_plan(mapping: Mapping[str, Any], *, methods: Collection[str] | None, ha
     Raises ConfigError, which names the place and the nearest right word.
     """
     root = _Node("plan", mapping)
-    root.keys(required=("phases",), optional=("sources",))
+    root.keys(required=("phases",), optional=("sources", "repeat"))
     reader = _Reader(*_sources(root.at("sources", {})), methods, has_operator)
     phases = {name: reader.phase(name, node) for name, node in root.at("phases").entries()}
     plan = p.Plan(reader.sources | {p.EVAL: _evaluations(root.at("sources", {}))}, reader.views, phases)
     plan = plan if has_operator else _without_operator(plan)
     if not plan.phases:
         raise root.at("phases").error("nothing to do" + " without an operator" * bool(plan.notes))
-    return plan
+    return reader.repeated(plan, phases, root.at("repeat")) if "repeat" in mapping else plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,9 @@ class _Reader:
     has_operator: bool
 
     def phase(self, name: str, node: _Node) -> p.Phase:
-        learning = ("data", "start_when", "pace", "publish", "on_begin")
+        if {".", p.TIME} & {*name}:
+            raise node.error(f"the name of a phase has no '.' and no {p.TIME!r}: repetitions and evaluations have them")
+        learning = ("data", "start_when", "pace", "publish", "on_begin", "evaluate")
         node.keys(required=("actors", "until"), optional=("updates", "on_end", *learning))
         updates = self.updates(node)
         if not updates and any(key in node.value for key in learning):
@@ -191,9 +195,47 @@ class _Reader:
             node.value.get("start_when"),
             node.at("publish").at("every_updates").whole(1) if "publish" in node.value else None,
             *(tuple(self.action(item) for item in node.at(key, []).items()) for key in ("on_begin", "on_end")),
+            self.evaluation(name, node.at("evaluate")) if "evaluate" in node.value else None,
         )
         self.check(node, phase)
         return phase
+
+    def evaluation(self, name: str, node: _Node) -> p.Evaluation:
+        """Read the evaluation within a phase."""
+        node.keys(required=("until",), optional=tuple(EVERY))
+        said = [key for key in EVERY if key in node.value]
+        if len(said) != 1:
+            raise node.error(f"should say how often: either {' or '.join(EVERY)}, as in {{{next(iter(EVERY))}: 1000}}")
+        words = {"actors": {"mode": "evaluate"}, "until": node.value["until"]}
+        phase = self.phase("evaluate", _Node(node.where, words))
+        return p.Evaluation(node.at(said[0]).whole(1), EVERY[said[0]], phase.named(f"{name}{p.WITHIN}"))
+
+    def repeated(self, plan: p.Plan, read: Collection[str], node: _Node) -> p.Plan:
+        """Return the plan with the phases in it as often as they are repeated. read: the names in the yaml."""
+        node.keys(required=("phases", "times"), optional=("until",))
+        said, names = tuple(item.word(read, "phase") for item in node.at("phases").items()), [*read]
+        if not said or said != tuple(names[names.index(said[0]) :][: len(said)]):
+            raise node.at("phases").error(f"should be phases that follow one another in the plan: {', '.join(names)}")
+        phases = tuple(name for name in said if name in plan.phases)  # without an operator some are left out
+        if not phases:
+            return plan
+        until = node.at("until", [])
+        repeat = p.Repeat(phases, node.at("times").whole(1), tuple(str(text.value) for text in until.items()))
+        for item in until.items():
+            for term in self.terms(item):
+                if term.window is None and term.count is None:
+                    raise item.error(f"{term.name} is of one phase, and not of all repetitions: write {LEAVING}")
+                able = phases[-1:] if term.window else phases
+                if not any(self.can_be_met(term, plan.phases[name]) for name in able):
+                    raise item.error(f"nothing in {', '.join(able)} meets {item.value!r}")
+        found = dict[str, p.Phase]()
+        for name, phase in plan.phases.items():
+            if name == phases[0]:
+                turns = (f"{each}{p.TIME}{time}" for time in range(1, repeat.times + 1) for each in phases)
+                found |= {turn: plan.phases[p.unrepeated(turn)].named(turn) for turn in turns}
+            elif name not in phases:
+                found[name] = phase
+        return replace(plan, phases=found, repeat=repeat)
 
     def actors(self, node: _Node) -> p.Actors:
         node.keys(required=("mode",), optional=("into", "explore", "intervene", "policy"))
@@ -268,8 +310,11 @@ class _Reader:
         if phase.updates and phase.actors.mode == "evaluate":
             raise node.at("updates").error(
                 "an evaluation counts the episodes of one version of the weights, so nothing trains in it: train in a "
-                "phase of its own, which ends with on_end: [publish], and evaluate in the next one"
+                "phase of its own, and evaluate in the next one, or say evaluate: in the one that trains"
             )
+        if phase.evaluate and phase.evaluate.unit == "env_steps" and not phase.actors.act:
+            why = f"actors in mode {phase.actors.mode!r} make no env steps: say every_updates"
+            raise node.at("evaluate").error(why)
         if phase.start_when is not None:
             terms = self.terms(node.at("start_when"))
             if not phase.actors.act or any(term.name in (p.OPERATOR, p.SEEN, "updates") for term in terms):

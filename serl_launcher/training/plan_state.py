@@ -1,4 +1,4 @@
-"""Tracks the phase, what ends it, the next update, when weights are published, the rate limiter (UTD)."""
+"""Tracks the phase, what ends it, the next update, when weights are published, and when it evaluates."""
 
 import logging
 import math
@@ -12,14 +12,11 @@ from serl_client.words import check_choice
 
 from serl_launcher.training.plan import ONCE, OPERATOR, SEEN, UNITS, Actors, Pace, Phase, Plan, Term, Update, parse
 from serl_launcher.training.plan_edits import check_edits, is_raised, plain
+from serl_launcher.training.rate_limiter import RateLimiter
 
 log = logging.getLogger(__name__)
 
 COMMANDS = ("next", "hold", "resume", "goto", "stop")
-UNPACED = (  # why steps may come that are due more updates than are made
-    "the learner is too slow for a real robot. Lower updates_per_step, or use a faster GPU",
-    "there was no data for them",
-)
 COUNTED = ("env_steps", "episodes", "successes", "interventions", "finished_steps")  # of PhaseCounts
 
 
@@ -59,57 +56,12 @@ class Progress:
     unpaced: str = UNPACED[0]
 
 
-class RateLimiter:
-    """A token bucket between env steps and updates: a step adds `updates_per_step` tokens, an update takes one.
-
-    Either side may run `tolerance` updates ahead, and always by one step or one update, so that the two never wait for
-    each other. If the learner falls behind by more, the excess steps add no tokens: this caps the catching up after a
-    slow stretch. `uncounted_steps`, the number of such steps, is the only state. `dropped` are the updates that they
-    would have added.
-    """
-
-    def __init__(self, pace: Pace | None, uncounted_steps: float) -> None:
-        self.pace, self.uncounted_steps, self.dropped = pace, uncounted_steps, 0.0
-        self.unpaced, self._owed, self._report_at = UNPACED[0], 0.0, 1.0
-
-    def resume(self, before: Pace | None, env_steps: int, updates: int) -> None:
-        """Go on where a run was stopped: all updates that its steps were due, by the pace `before`, are made up for.
-        Later steps add tokens by the pace of now."""
-        if self.pace is None:
-            return
-        if before != self.pace:
-            tokens = before.updates_per_step * (env_steps - self.uncounted_steps) if before else updates
-            self.uncounted_steps = env_steps - tokens / self.pace.updates_per_step
-        self._owed = max(0.0, self.pace.updates_per_step * (env_steps - self.uncounted_steps) - updates)
-
-    def may_update(self, env_steps: int, updates: int) -> bool:
-        """Return whether there is a token for one more update."""
-        return self.pace is None or self._credit(self.pace, env_steps, updates) >= 1 - self.pace.tolerance
-
-    def step_limit(self, env_steps: int, updates: int) -> int | None:
-        """Return the env step up to which a simulated actor may go before the next update; None: no limit."""
-        if self.pace is None:
-            return None
-        room = self.pace.tolerance + 1 - self._credit(self.pace, env_steps, updates)
-        return env_steps + max(0, math.ceil(room / self.pace.updates_per_step - 1e-9))
-
-    def _credit(self, pace: Pace, env_steps: int, updates: int) -> float:
-        credit = pace.updates_per_step * (env_steps - self.uncounted_steps) - updates
-        excess = credit - (pace.tolerance + 1 + pace.updates_per_step + self._owed)
-        if excess > 1e-6 and self.unpaced:
-            self.uncounted_steps += excess / pace.updates_per_step
-            self.dropped += excess
-            credit -= excess
-            if self.dropped >= self._report_at:
-                log.warning("%.0f updates dropped so far: %s", self.dropped, self.unpaced)
-                self._report_at = 2 * self.dropped
-        self._owed = max(0.0, min(self._owed, credit))
-        return credit
-
-
 @dataclass(slots=True)
 class PhasePosition:
-    """The position in the plan as plain numbers, which the checkpoint keeps. `phase` None: the plan has ended."""
+    """The position in the plan as plain numbers, which the checkpoint keeps. `phase` None: the plan has ended.
+
+    evaluates: it is in the evaluation within this phase, whose own position is kept until then in `ended`.
+    """
 
     phase: str | None
     base: dict[str, float]  # unit: the phase's count when it was entered
@@ -121,6 +73,8 @@ class PhasePosition:
     directives: list[int] = field(default_factory=list)  # under which it evaluates: only their episodes are its own
     seen: dict[str, dict[str, Any]] = field(default_factory=dict)  # by update with `order: once`; see once.next_steps
     exhausted: list[str] = field(default_factory=list)  # those of them that found nothing new when they came last
+    evaluates: bool = False
+    evaluated_at: int = 0  # the count of the unit of the evaluation within the phase, when that last began
 
 
 class PlanState:
@@ -137,8 +91,11 @@ class PlanState:
 
     @property
     def phase(self) -> Phase | None:
-        """The current phase; None when the plan has ended."""
-        return None if self.at.phase is None else self.plan.phases[self.at.phase]
+        """The current phase, or the evaluation within it; None when the plan has ended."""
+        if self.at.phase is None:
+            return None
+        phase = self.plan.phases[self.at.phase]
+        return phase.evaluate.phase if self.at.evaluates and phase.evaluate else phase
 
     def waits_for(self, progress: Progress) -> str | None:
         """Return why no update is due now, for the status line; None if one is due."""
@@ -223,27 +180,51 @@ class PlanState:
             self._command = (name, argument)
 
     def advance(self, progress: Progress) -> list[tuple[str, str | None]]:
-        """Go on to the next phase if this one has ended. Returns its on_end actions: [(action, source), ...]."""
+        """Go on to the next phase if this one has ended, or to the evaluation within it that is due, or back from that.
+
+        Returns the on_end actions of the phase that has ended: [(action, source), ...].
+        """
         (command, argument), self._command = self._command or ("", ""), None
-        phase = self.phase
-        reason = command or (phase and not self.at.held and self._ended_by(phase, progress))
-        if not reason:
+        phase, name = self.phase, self.at.phase
+        if phase is None or name is None:
+            if command in ("goto", "stop"):
+                self._enter(argument or None, progress)
             return []
-        log.info("phase %s ends after %d updates: %s", self.at.phase, self.at.updates, reason)
-        self._dropped = self.dropped
-        if phase:
-            self.ended[phase.name] = self._position() | {"wall_s": progress.wall_s}
-        names = list(self.plan.phases)
-        after = names[names.index(phase.name) + 1 :] if phase else []
-        self._enter({"goto": argument, "stop": None}.get(command, after[0] if after else None), progress)
-        return list(phase.on_end) if phase else []
+        reason = command or ("" if self.at.held else self._ended_by(phase, progress))
+        if not reason:
+            if self._is_evaluation_due(phase, progress):
+                self._leave(name, progress)
+                self._enter(name, progress, evaluates=True)
+            return []
+        log.info("phase %s ends after %d updates: %s", phase.name, self.at.updates, reason)
+        if self.at.evaluates and command in ("", "next"):
+            self._stand(self._left(self.ended.pop(name), progress), progress)
+            return []
+        if not self.at.evaluates:
+            self._leave(name, progress)
+        self._enter({"goto": argument, "stop": None}.get(command, self._after(name, progress)), progress)
+        return list(self.plan.phases[name].on_end)
+
+    def _after(self, name: str, progress: Progress) -> str | None:
+        """Return the phase that follows one that ends; None: it is the last one."""
+        leaves = any(self._met(text, progress) for text in self.plan.may_leave(name))
+        return self.plan.after(name, leaves=leaves)
+
+    def _is_evaluation_due(self, phase: Phase, progress: Progress) -> bool:
+        """Return whether the phase has come to the next multiple of what its evaluation asks for, and note where."""
+        if phase.evaluate is None or self.at.held:
+            return False
+        count, every = int(self._count(phase.evaluate.unit, progress)), phase.evaluate.every
+        is_due = count // every > self.at.evaluated_at // every
+        self.at.evaluated_at = count if is_due else self.at.evaluated_at
+        return is_due
 
     def directive(self) -> dict[str, Any]:
         """Return what the actors are to do, without the directive's number."""
         phase = self.phase
         if phase is None or self.at.held:
             mode = "stop" if phase is None else "idle"
-            return {"phase": self.at.phase or "", **asdict(Actors(mode)), "episodes": None, "boundary": "now"}
+            return {"phase": phase.name if phase else "", **asdict(Actors(mode)), "episodes": None, "boundary": "now"}
         return {"phase": phase.name, **asdict(phase.actors), "episodes": phase.episodes, "boundary": "episode"}
 
     def did_direct(self, number: int) -> None:
@@ -261,45 +242,64 @@ class PlanState:
     def state_dict(self) -> dict[str, Any]:
         """Return the position as plain containers, with the phase as it is now, so that a later edit is noticed."""
         run = {"updates": self.updates, "ended": self.ended, "dropped": self.dropped}
-        return {**self._position(), **run, "phase": plain(self.phase)}
+        return {**self._position(), **run, "times": self.plan.repeat.times if self.plan.repeat else 0}
 
     def _position(self) -> dict[str, Any]:
+        """Return the position, with the phase as it is now, and with the evaluation within it."""
         uncounted_steps = self.bucket.uncounted_steps if self.bucket else None
-        return {"at": asdict(self.at), "uncounted_steps": uncounted_steps, "phase": plain(self.phase)}
+        phase = None if self.at.phase is None else self.plan.phases[self.at.phase]
+        return {"at": asdict(self.at), "uncounted_steps": uncounted_steps, "phase": plain(phase)}
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, accept: bool = False, progress: Progress | None = None
     ) -> list[str]:  # fmt: skip
         """Go on from a checkpoint in the phase of that name, and return what of that phase was edited since.
 
-        A plan that had ended goes on in the first of its phases whose bound was raised and which trains, or in its last
-        one, with all that come later. progress: what the store holds. Raises ConfigError if the plan has no such phase
-        any more, and as `check_edits` does.
+        A plan that had ended goes on in its first new repetition, or in the first of its phases whose bound was raised
+        and which trains and is not repeated, or in its last one, with all that come later. progress: what the store
+        holds. Raises ConfigError if the plan has no such phase any more, and as `check_edits` does.
         """
+        now = progress or Progress()
         self.updates, self.ended, self._dropped = state["updates"], state.get("ended", {}), state.get("dropped", 0.0)
         if state["at"]["phase"] is None:
-            state = next(self._longer(progress or Progress()), state)
-        at = PhasePosition(**{**state["at"], "turn": tuple(state["at"]["turn"])})
-        edits = check_edits(self.plan, at.phase, state["phase"], accept=accept)
-        self.at = at
-        self.bucket = self._bucket(state["uncounted_steps"])
-        if self.bucket and progress:
-            before = state["phase"]["pace"]
-            self.bucket.resume(before and Pace(**before), self._env_steps(progress), at.updates)
+            if repetition := self.plan.new_repetition(state.get("times", 0), self.ended):
+                self._enter(repetition, now)
+                return []
+            state = next(self._longer(now), state)
+        edits = check_edits(self.plan, state["at"]["phase"], state["phase"], accept=accept)
+        if state["at"].get("evaluates") and not self.plan.phases[state["at"]["phase"]].evaluate:
+            state = self._left(self.ended.pop(state["at"]["phase"]), now)  # it does not evaluate any more
+        self._stand(state, progress)
         return edits
 
     def _longer(self, progress: Progress) -> Iterator[dict[str, Any]]:
         """Yield where the plan may go on that had ended: at the ends of phases whose bound is higher now."""
         last = [*self.plan.phases][-1]
         for name, phase in self.plan.phases.items():
-            kept = self.ended.get(name)
-            if kept and (phase.updates or name == last) and is_raised(kept["phase"]["until"], phase.until, truly=True):
-                base = kept["at"]["base"]
-                since = progress.wall_s - kept["wall_s"]  # seconds of the phases that came later
-                yield {**kept, "at": {**kept["at"], "held": False, "base": {**base, "wall_s": base["wall_s"] + since}}}
+            kept, may_go_on = self.ended.get(name), name == last or (phase.updates and not self.plan.repeats(name))
+            if kept and may_go_on and is_raised(kept["phase"]["until"], phase.until, truly=True):
+                yield self._left(kept, progress)
 
-    def _enter(self, name: str | None, progress: Progress) -> None:
-        self.at = PhasePosition(name, {})
+    def _leave(self, name: str, progress: Progress) -> None:
+        """Keep the position in a phase that ends here, or stands still for its evaluation."""
+        self._dropped = self.dropped
+        self.ended[name] = self._position() | {"wall_s": progress.wall_s}
+
+    def _left(self, kept: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
+        """Return the position in a phase that was left, without the seconds since then."""
+        base, since = kept["at"]["base"], progress.wall_s - kept["wall_s"]
+        return {**kept, "at": {**kept["at"], "held": False, "base": {**base, "wall_s": base["wall_s"] + since}}}
+
+    def _stand(self, state: Mapping[str, Any], progress: Progress | None) -> None:
+        """Take a position that was kept. progress: what the store holds, whose steps are due their updates."""
+        self.at = PhasePosition(**{**state["at"], "turn": tuple(state["at"]["turn"])})
+        self.bucket = self._bucket(state["uncounted_steps"])
+        if self.bucket and progress:
+            before = state["phase"]["pace"]
+            self.bucket.resume(before and Pace(**before), self._env_steps(progress), self.at.updates)
+
+    def _enter(self, name: str | None, progress: Progress, *, evaluates: bool = False) -> None:
+        self.at = PhasePosition(name, {}, evaluates=evaluates)
         self.at.base = {unit: self._total(unit, progress) for unit in UNITS if unit != "updates"}
         self.bucket: RateLimiter | None = None  # until start_when is met
 
@@ -368,7 +368,8 @@ class PlanState:
         return counts.finished_steps if evaluates and unit == "env_steps" else getattr(counts, unit)
 
     def _counts(self, progress: Progress) -> PhaseCounts:
-        found = [progress.phases.get(key, PhaseCounts()) for key in self.at.directives or [self.at.phase or ""]]
+        name = self.phase.name if self.phase else ""
+        found = [progress.phases.get(key, PhaseCounts()) for key in self.at.directives or [name]]
         totals = {name: sum(getattr(counts, name) for counts in found) for name in COUNTED}
         return found[0] if len(found) == 1 else PhaseCounts(**totals, recent=list(chain(*(c.recent for c in found))))
 

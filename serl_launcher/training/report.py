@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from serl_launcher.store.files import replaced
+from serl_launcher.training.plan import TIME
 
 Z_95 = 1.959964  # the normal quantile of a two-sided 95 % interval
 _LIST = re.compile(r"\[[^][{}]+\]")  # without another one in it: it is written in one line
+OF_ALL = ("phase", "updates", "weights_sha256")  # of an evaluation during training
 RECENT = 20  # episodes that a point of the curve averages over
 
 
@@ -36,16 +38,22 @@ def write(
     """Write the summary to `path` and learning_curve.png beside it, and return the summary.
 
     The counts are of the whole run. wall_s: seconds.
-    evaluations: what `training.counters.evaluation` returns, in their order, with the weights_sha256 that acted. The
-    last is of the trained policy, if these are the newest weights; the first other one is of the untrained one.
+    evaluations: what `training.counters.evaluation` returns, in their order, with the weights_sha256 that acted, the
+    phase's name and the number of updates. The last is of the trained policy, if these are the newest weights. The
+    first other one is of the untrained one, unless it was within a phase or a repetition. The rest is `during`.
     Without any, the file keeps the results of an earlier plan. weights_sha256: of the newest weights.
     curve: {env_steps (up to its end), success (None: not judged), return, intervened} of each training episode.
     dropped: updates that steps were due and the learner was too slow for. changes: {updates, what} of settings.
     """
     results, earlier = [_result(evaluation) for evaluation in evaluations], read(path)
     is_newest = bool(results) and evaluations[-1].get("weights_sha256", weights_sha256) == weights_sha256
-    before = results[0] if len(results) > is_newest else earlier.get("before")
+    has_before = len(results) > is_newest and not {TIME, "."} & {*evaluations[0].get("phase", "")}
+    before = results[0] if has_before else earlier.get("before")
     measured = {
+        "during": [
+            {**{key: evaluation.get(key) for key in OF_ALL}, **result}
+            for evaluation, result in [*zip(evaluations, results, strict=True)][has_before : len(results) - is_newest]
+        ],
         "success_before": before and before["success"],
         "before": before,
         "eval": {**results[-1], "weights_sha256": weights_sha256} if is_newest else None,
@@ -80,8 +88,8 @@ def table(summary: Mapping[str, Any]) -> Table:
     """Return the summary as a table: one line per evaluation; below it steps, updates and time."""
     columns = ("evaluated", "success", "95 % interval", "mean return", "distinct starts")
     lines = Table(*columns, caption=_took(summary))
-    results = {"before training": summary["before"], "after training": summary["eval"]}
-    for name, result in results.items():
+    during = [(f"{result['phase']}, {result['updates']:,} updates", result) for result in summary.get("during") or ()]
+    for name, result in (("before training", summary["before"]), *during, ("after training", summary["eval"])):
         if result is None:
             continue
         success, interval = "-", "-"

@@ -42,7 +42,7 @@ def check_resumable(folder: Path, config: DictConfig, plan: Plan) -> None:
         with suppress(*DAMAGE):
             manifest = json.loads((path / MANIFEST).read_text())
             fits, _ = check_fit(path, manifest, kept_settings(config), lambda: free_settings(config))
-            at, phases = manifest.get("plan"), list(plan.only(config.phase).phases)
+            at, phases = manifest.get("plan"), plan.only(config.phase).outline
             if at and fits and at["phases"] == phases:
                 check_edits(plan, at["phase"], at["said"], accept=config.accept_plan)
             return

@@ -72,6 +72,17 @@ def at(phase: str, progress: Progress | None = None, mapping: dict = PLAN) -> Pl
     return state
 
 
+ROUNDS = {"phases": ["practise", "evaluate"], "times": 3, "until": "success[2] >= 1"}
+
+
+def won(*phases: str, steps: int = 0, successes: int = 50, online: int = 1000) -> Progress:
+    """Steps of practice in these phases, and 50 episodes in those that evaluate, the last of which succeed."""
+    recent = ((False, False),) * (50 - successes) + ((True, False),) * successes
+    counts = {name: PhaseCounts(env_steps=steps) for name in phases if "evaluate" not in name}
+    counts |= {name: PhaseCounts(episodes=50, recent=recent) for name in phases if name not in counts}
+    return Progress(counts, {"online": SourceCounts(online, 9)})
+
+
 def resumed(state, mapping=PLAN, progress=None):
     """Another life with this plan that goes on from the state's checkpoint."""
     made = PlanState(load(mapping))

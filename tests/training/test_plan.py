@@ -14,6 +14,14 @@ from .plans import METHODS, PLAN, edited, load
 COLLECT = {"mode": "collect", "into": "online"}
 
 
+def look(every, until="episodes >= 3", unit="updates"):
+    return {f"every_{unit}": every, "until": until}
+
+
+def twice(*phases, **more):
+    return {"phases": [*phases], "times": 2, **more}
+
+
 # -- loading
 def test_a_good_plan_is_read_in_full():
     plan = load()
@@ -54,6 +62,11 @@ def test_a_good_plan_is_read_in_full():
         ("sources.demo.capcity", 5, "plan.sources.demo", "capacity"),
         ("sources.demo.archive", "lerobt", "plan.sources.demo.archive", "lerobot"),
         ("phases.practise.on_begin", ["publsh"], "plan.phases.practise.on_begin[0]", "publish"),
+        ("phases.practise.evaluate", {"every_update": 5}, "plan.phases.practise.evaluate", "every_updates"),
+        ("phases.practise.evaluate", look(5, "episode >= 3"), "plan.phases.practise.evaluate.until[0]", "episodes"),
+        ("repeat", {"phases": ["practice"], "times": 2}, "plan.repeat.phases[0]", "practise"),
+        ("repeat", {"phases": ["practise"], "time": 2}, "plan.repeat", "times"),
+        ("repeat", twice("practise", until="sucess[5] >= 1"), "plan.repeat.until[0]", "success"),
         ("phase", {}, "plan", "phases"),
     ],
 )
@@ -110,6 +123,25 @@ def test_a_typo_is_refused_with_its_line_and_the_nearest_right_word(path, value,
         ("phases.clone.pace", {"updates_per_step": 1, "tolerance": 8}, "no env steps to keep pace with"),
         ("phases.clone.start_when", "demo.episodes >= 9", "nothing can meet it"),
         ("phases.practise.start_when", "updates >= 9", "nothing can meet it"),
+        ("phases.practise.evaluate", {"until": "episodes >= 3"}, "either every_env_steps or every_updates"),
+        ("phases.practise.evaluate", look(5) | {"every_env_steps": 5}, "either every_env_steps or every_updates"),
+        ("phases.practise.evaluate", {"every_updates": 5}, "'until' is missing"),
+        ("phases.practise.evaluate", look(0), "whole number >= 1"),
+        ("phases.practise.evaluate", look(5, "updates >= 3"), "can never end"),
+        ("phases.clone.evaluate", look(5, unit="env_steps"), "make no env steps: say every_updates"),
+        ("phases.demonstrate.evaluate", look(5), "only a phase with updates has"),
+        ("phases.evaluate.evaluate", look(5), "only a phase with updates has"),
+        *((f"phases.{name}", PLAN["phases"]["clone"], "has no '.' and no '#'") for name in ("clone#2", "#")),
+        ("repeat", {"phases": ["practise"]}, "'times' is missing"),
+        ("repeat", twice("practise") | {"times": 0}, "whole number >= 1"),
+        *(("repeat", twice(*names), "one another in the plan: demonstrate, clone, practise, evaluate") for names in (
+            [], ["clone", "evaluate"], ["evaluate", "practise"], ["practise", "practise"],
+        )),
+        *(("repeat", twice("practise", "evaluate", until=f"{unit} >= 9"), f"{unit} is of one phase, and not of all")
+          for unit in ("env_steps", "episodes", "updates", "wall_s")),
+        ("repeat", twice("practise", until="operator"), "'success[20] >= 0.9', or what a source holds"),
+        ("repeat", twice("practise", until="success[5] > 1"), "nothing in practise meets 'success[5] > 1'"),
+        ("repeat", twice("practise", "evaluate", until="demo.steps >= 9"), "nothing in practise, evaluate meets"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused_with_a_reason(path, value, text):
@@ -179,6 +211,28 @@ def test_one_phase_can_be_run_alone():
     assert list(load().only("clone").phases) == ["clone"]
     with pytest.raises(ConfigError, match="did you mean 'clone'"):
         load().only("clon")
+    plan = edited("repeat", twice("practise", "evaluate"))
+    plan["phases"]["practise"]["evaluate"] = look(5)
+    alone = load(plan).only("practise")
+    assert (list(alone.phases), alone.repeat) == (["practise"], None)
+    assert alone.phases["practise"].evaluate.phase.name == "practise.evaluate"
+
+
+def test_repeated_phases_stand_in_the_plan_once_for_each_time_between_the_others():
+    mapping = edited("repeat", twice("clone", "practise", until=["online.episodes >= 9", "success[5] >= 0.8"]))
+    mapping["phases"]["practise"]["evaluate"] = look(5)
+    plan = load(mapping)
+    assert list(plan.phases) == ["demonstrate", "clone#1", "practise#1", "clone#2", "practise#2", "evaluate"]
+    assert plan.outline == ["demonstrate", "clone#1", "practise#1", "evaluate"]
+    assert plan.phases["practise#2"].evaluate.phase.name == "practise#2.evaluate"
+    assert plan.phases["practise#2"].named("practise#1") == plan.phases["practise#1"]
+    assert plan.capacities == load().capacities
+    mapping["repeat"]["phases"] = ["demonstrate", "clone", "practise"]
+    mapping["sources"]["demo"]["dataset"] = "/data/demonstrations"
+    left = load(mapping, has_operator=False)
+    assert list(left.phases) == ["clone#1", "practise#1", "clone#2", "practise#2", "evaluate"]
+    mapping["repeat"] = twice("demonstrate")
+    assert list(load(mapping, has_operator=False).phases) == ["clone", "practise", "evaluate"]
 
 
 @pytest.mark.parametrize(

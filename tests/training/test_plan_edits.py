@@ -7,7 +7,7 @@ from serl_client.errors import ConfigError
 
 from serl_launcher.training.plan_state import PlanState, Progress
 
-from .plans import PLAN, at, edited, load, practise, resumed, train
+from .plans import PLAN, ROUNDS, at, edited, load, practise, resumed, train, won
 
 LONGER = [text.replace("1000", "2000") for text in PLAN["phases"]["practise"]["until"]]
 
@@ -53,8 +53,11 @@ def test_an_edit_of_the_current_phase_is_refused_unless_accepted(key, value):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("until", LONGER), ("publish.every_updates", 7), ("pace.updates_per_step", 3), ("pace", "free")],
-)
+    [
+        ("until", LONGER), ("publish.every_updates", 7), ("pace.updates_per_step", 3), ("pace", "free"),
+        ("evaluate", {"every_updates": 5, "until": "episodes >= 3"}),
+    ],
+)  # fmt: skip
 def test_a_higher_bound_another_pace_and_publication_need_no_consent_and_are_told(key, value):
     saved = at("practise").state_dict()
     (edit,) = PlanState(load(edited(f"phases.practise.{key}", value))).load_state_dict(saved)
@@ -78,6 +81,44 @@ def test_a_plan_that_had_ended_goes_on_in_the_phase_whose_bound_was_raised():
     for phase, until in (("demonstrate", ["demo.episodes >= 30", "operator"]), ("practise", LONGER[:2])):
         assert resumed(state, edited(f"phases.{phase}.until", until)).phase is None, "nothing that is over begins anew"
     assert resumed(state, edited("phases.evaluate.until", ["episodes >= 60"])).phase.name == "evaluate"
+
+
+@pytest.mark.parametrize("stands", ["practise#2", "evaluate#3", None])
+def test_what_is_repeated_goes_on_more_times_in_the_repetition_where_it_stands_or_after_the_last(stands):
+    mapping = edited("repeat", ROUNDS)
+    state, ended = at("practise#1", mapping=mapping), []
+    while state.at.phase not in (stands, None):
+        ended.append(state.at.phase)
+        state.advance(over := won(*ended, steps=1000, successes=1))
+    assert state.at.phase == stands
+    assert resumed(state, mapping, over).at.phase == stands
+    assert resumed(state, edited("repeat", {**ROUNDS, "times": 5}), over).at.phase == (stands or "practise#4")
+    fewer = edited("repeat", {**ROUNDS, "times": 2})
+    if stands != "evaluate#3":
+        assert resumed(state, fewer, over).at.phase == stands
+        return
+    with pytest.raises(ConfigError, match=r"the plan does not have.* 'evaluate#3'.*did you mean 'evaluate#2'"):
+        resumed(state, fewer, over)
+
+
+def test_repetitions_that_a_condition_has_ended_stay_ended():
+    mapping = edited("repeat", ROUNDS)
+    state = at("evaluate#1", mapping=mapping)
+    state.advance(won("evaluate#1"))
+    assert state.phase is None
+    assert resumed(state, edited("repeat", {**ROUNDS, "times": 5})).phase is None
+
+
+def test_a_phase_that_does_not_evaluate_any_more_goes_on_where_it_was():
+    mapping = edited("phases.practise.evaluate", {"every_env_steps": 100, "until": "episodes >= 50"})
+    state = at("practise", mapping=mapping)
+    train(state, practise(10, online=10))
+    state.advance(practise(100))
+    assert resumed(state, mapping).at.evaluates
+    other = resumed(state, progress=practise(100))
+    assert (other.at.evaluates, other.phase.name, other.at.updates) == (False, "practise", 8)
+    with pytest.raises(ConfigError, match=r"practise\.start_when"):
+        resumed(state, edited("phases.practise.start_when", "online.steps >= 9"))
 
 
 def test_a_checkpoint_in_a_phase_that_is_gone_is_refused():

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from serl_client.errors import ConfigError
 
 from serl_launcher.training.plan import Pace
-from serl_launcher.training.plan_state import PhaseCounts, PlanState, Progress, RateLimiter, SourceCounts
+from serl_launcher.training.plan_state import PhaseCounts, PlanState, Progress, SourceCounts
+from serl_launcher.training.rate_limiter import RateLimiter
 
-from .plans import PLAN, at, edited, load, practise, resumed, train
+from .plans import PLAN, ROUNDS, at, edited, load, practise, resumed, train, won
 
 
 def test_what_a_phase_begins_with_is_done_once_and_before_its_first_update():
@@ -100,6 +101,93 @@ def test_the_directive_says_all_that_actors_need():
     assert at("evaluate", mapping=edited("phases.evaluate.until", "episodes > 50")).directive()["episodes"] == 51
     quiet = edited("phases.practise.actors.explore", False)
     assert at("practise", mapping=quiet).directive()["explore"] is False
+
+
+# -- again and again
+def test_repeated_phases_follow_each_other_and_each_counts_for_itself_also_over_restarts():
+    mapping, seen = edited("repeat", ROUNDS), []
+    state = at("practise#1", mapping=mapping)
+    while state.phase is not None:
+        seen.append(state.phase.name)
+        name = state.phase.name
+        state = resumed(state, mapping)
+        state.advance(won(*seen[:-1], steps=1000, successes=1))
+        assert state.phase.name == name, "what the others have does not count"
+        state.advance(won(*seen, steps=1000, successes=1))
+    assert seen == [f"{name}#{time}" for time in (1, 2, 3) for name in ROUNDS["phases"]]
+    assert [*state.ended] == ["demonstrate", *seen]
+
+
+def test_repetitions_end_early_where_the_last_phase_meets_a_condition_and_by_the_operator():
+    mapping = edited("repeat", {**ROUNDS, "phases": ["clone", "practise"], "until": ["success[2] >= 1"]})
+    for successes, then in ((1, "clone#2"), (2, "evaluate")):
+        state = at("practise#1", mapping=mapping)
+        state.advance(practise(1000, 9, ((False, False), (True, False), (successes == 2, False)), phase="practise#1"))
+        assert state.phase.name == then
+        state = at("clone#1", mapping=mapping)
+        state.command("next")
+        state.advance(practise(0, 9, ((True, False),) * 9, phase="practise#1"))
+        assert state.phase.name == "practise#1", "only the last phase is looked at"
+    state.command("goto", "evaluate")
+    state.advance(Progress())
+    assert state.phase.name == "evaluate"
+
+
+@pytest.mark.parametrize(("every", "pace"), [({"every_env_steps": 100}, 4), ({"every_updates": 50}, 2)])
+def test_a_phase_evaluates_at_each_multiple_and_then_makes_all_updates_that_its_steps_are_due(every, pace):
+    mapping = edited("phases.practise.evaluate", {**every, "until": "episodes >= 50"})
+    mapping["phases"]["practise"]["pace"]["updates_per_step"] = pace
+    state, begun, steps = at("practise", mapping=mapping), [], 0
+    while steps < 1000:
+        steps += 5
+        now = practise(steps, online=1000)
+        while not state.at.evaluates and (name := state.next_update(now)):
+            state.did_update(name)
+            assert state.advance(now) == []
+        if state.at.evaluates:
+            begun.append({"every_env_steps": steps, "every_updates": state.updates}[next(iter(every))])
+            assert (state.phase.name, state.directive()["mode"]) == ("practise.evaluate", "evaluate")
+            assert (state.next_update(now), state.step_limit(now)) == (None, None)
+            state = resumed(state, mapping, now)
+            state.did_direct(len(begun))
+            assert state.advance(won("practise.evaluate")) == [], "those of an earlier one do not count"
+            assert state.at.evaluates
+            steps += 25  # of the episodes that were under way: they are acknowledged meanwhile
+            assert state.advance(Progress({**practise(steps).phases, len(begun): PhaseCounts(episodes=50)})) == []
+            assert (state.phase.name, state.directive()["mode"]) == ("practise", "collect")
+    train(state, practise(steps, online=1000))
+    assert [count // (100 if "every_env_steps" in every else 50) for count in begun] == [*range(1, len(begun) + 1)]
+    assert len(begun) >= 9
+    assert (state.at.updates, state.updates, state.dropped) == (
+        made := pace * (steps - 5) + 8,
+        made,
+        0,
+    )  # it began after 5
+
+
+def test_an_evaluation_within_a_phase_is_ended_by_next_and_left_with_the_phase_by_goto_and_stop():
+    mapping = edited("phases.practise.evaluate", {"every_env_steps": 100, "until": "episodes >= 50"})
+    for words, then, actions in (
+        (("next",), "practise", []), (("goto", "clone"), "clone", [("checkpoint", None)]),
+        (("stop",), None, [("checkpoint", None)]),
+    ):  # fmt: skip
+        state = at("practise", mapping=mapping)
+        state.advance(practise(100, wall_s=10))
+        assert state.at.evaluates
+        state.command("hold")
+        assert state.directive()["mode"] == "idle"
+        assert state.advance(won("practise.evaluate")) == []
+        state.command(*words)
+        assert state.advance(practise(100, wall_s=5000)) == actions
+        assert state.at.phase == then
+    state = at("practise", mapping=mapping)
+    state.advance(practise(100, wall_s=3590))
+    state.command("next")
+    state.advance(practise(100, wall_s=3700))
+    state.advance(practise(100, wall_s=3709))
+    assert state.phase.name == "practise", "the seconds of an evaluation are not the phase's"
+    state.advance(practise(100, wall_s=3710))
+    assert state.phase.name == "evaluate"
 
 
 # -- updates
