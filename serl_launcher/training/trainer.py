@@ -130,7 +130,7 @@ def summarise(learner: Learner, run_dir: Path) -> None:
     version = learner.publisher.version["sha256"]
     done = counters.finished()["flags"]
     done = done[done & TRAINED > 0]
-    evaluations = list(learner.evaluations.values())
+    evaluations = [{"phase": name, **result} for name, result in learner.evaluations.items()]
     summary = run_dir / "summary.json"
     files = [summary]
     if not any(phase.updates or phase.actors.mode in ("collect", "teleop") for phase in phases):

@@ -263,6 +263,38 @@ def test_forged_episodes_neither_change_an_evaluation_nor_end_it(server, live, c
     assert not life.learner.counters.starts, "no later checkpoint carries them on"
 
 
+def test_evaluations_within_a_phase_are_of_one_version_each_also_where_the_trainer_dies_in_one(server, live, connect):
+    """At 5 and 10 of 12 updates; an episode of practice comes late into the second."""
+    evaluate = {"every_updates": 5, "until": "episodes >= 3"}
+    plan = plan_of(practise=phase(evaluate=evaluate, publish={"every_updates": 1}, until="updates >= 12"))
+    life = live(server, plan).begin()
+    arm, told = connect(server), []
+    for begun, numbers in enumerate(((0, 2, 3), (4, 5, 6))):
+        until(lambda: arm.state.directive["mode"] == "evaluate" and arm.state.directive not in told)
+        told.append(arm.state.directive)
+        stamp = {"directive": told[-1]["number"], "phase": "practise.evaluate", "weights": told[-1]["weights"]}
+        push_episodes(arm, numbers[:2], **stamp)
+        if begun:
+            push_episodes(arm, [9], directive=told[0]["number"] - 1, phase="practise", weights=1)
+        else:
+            assert arm.drain(PATIENCE)
+            life.die()
+            life = live(server, plan, seed=1).begin()
+        push_episodes(arm, numbers[2:], **stamp)
+        assert arm.drain(PATIENCE)
+    leave(arm, life)
+    assert (life.updates, [directive["episodes"] for directive in told]) == (12, [3, 3])
+    results = life.learner.evaluations
+    assert list(results) == ["practise.evaluate@5", "practise.evaluate@10"]
+    for result, successes in zip(results.values(), (2, 2), strict=True):
+        assert (result["episodes"], result["successes"], result["distinct_starts"]) == (3, successes, 3)
+    one, two = results.values()
+    assert one["weights_sha256"] != two["weights_sha256"]
+    assert not {start for start, *_ in one["trials"]} & {start for start, *_ in two["trials"]}
+    lines = [line for line in read(life.learner.monitor.metrics.path) if line["kind"] == "evaluation"]
+    assert [(line["phase"], line["updates"]) for line in lines] == [("practise.evaluate", 5), ("practise.evaluate", 10)]
+
+
 def test_an_evaluation_by_other_weights_than_the_trained_ones_ends_the_run(tmp_path, spec):
     run_dir, plan = found(tmp_path / "run", spec), plan_of(practise=phase(updates=(), until="episodes >= 12"))
     learner = Life(run_dir, None, spec, plan).learner

@@ -20,6 +20,12 @@ def evaluation(successes, episodes):
     return {"episodes": episodes, "distinct_starts": episodes, "successes": successes, "returns": returns}
 
 
+DURING = [
+    evaluation(3, 10) | {"phase": "practise.evaluate", "updates": 1000, "weights_sha256": "a"},
+    evaluation(6, 10) | {"phase": "evaluate#1", "updates": 2000, "weights_sha256": "b"},
+]
+
+
 def episodes(count, success=True):
     one = {"success": success, "phase": "practise"}
     return [one | {"env_steps": 10 * i, "return": float(i), "intervened": i % 2 == 0} for i in range(1, count + 1)]
@@ -36,7 +42,7 @@ def test_intervals_are_wilsons(successes, count, low, high):
 def test_a_run_leaves_a_summary_a_picture_and_a_table(tmp_path, capsys):
     summary = report.write(
         tmp_path / "summary.json", env_steps=5000, episodes=25, assisted=12, updates=9000, wall_s=90.04,
-        weights_sha256="abc", evaluations=[evaluation(1, 30), evaluation(49, 50)], curve=episodes(25),
+        weights_sha256="abc", evaluations=[evaluation(1, 30), *DURING, evaluation(49, 50)], curve=episodes(25),
     )  # fmt: skip
     report.show(summary, evaluated=True)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -47,10 +53,15 @@ def test_a_run_leaves_a_summary_a_picture_and_a_table(tmp_path, capsys):
     assert after["wilson95"] == pytest.approx([0.895, 0.996], abs=1e-3)
     assert after["return_mean"] == pytest.approx(0.98)
     assert summary["before"]["distinct_starts"] == 30
+    assert [
+        (result["phase"], result["updates"], result["success"], result["weights_sha256"])
+        for result in summary["during"]
+    ] == [("practise.evaluate", 1000, 0.3, "a"), ("evaluate#1", 2000, 0.6, "b")]
     assert (summary["env_steps"], summary["wall_s"], summary["assisted"]) == (5000, 90.0, 12)
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    assert "49 of 50" in shown
+    rows = ["before training", "practise.evaluate,", "3 of 10", "6 of 10", "49 of 50"]
+    assert sorted(rows, key=" ".join(shown.split()).find) == rows
     assert "90% to 100%" in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == ["learning_curve.png", "summary.json"]
 
@@ -60,6 +71,10 @@ def test_a_task_without_success_is_told_by_its_returns_and_a_run_that_did_nothin
     assert write(evaluations=[], curve=[])["eval"] is None
     assert not (tmp_path / "learning_curve.png").exists()
     assert write(evaluations=[evaluation(None, 0)], curve=[])["eval"]["return_mean"] is None
+    within = write(evaluations=DURING, curve=[])
+    assert (within["before"], len(within["during"]), within["eval"]) == (None, 2, None), (
+        "it was trained before the first"
+    )
     summary = write(evaluations=[evaluation(None, 4)], curve=episodes(3, success=None))
     assert summary["success_before"] is None
     assert (summary["eval"]["success"], summary["eval"]["return_mean"]) == (None, 0.0)
