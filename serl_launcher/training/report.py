@@ -88,7 +88,7 @@ def table(summary: Mapping[str, Any]) -> Table:
     """Return the summary as a table: one line per evaluation; below it steps, updates and time."""
     columns = ("evaluated", "success", "95 % interval", "mean return", "distinct starts")
     lines = Table(*columns, caption=_took(summary))
-    during = [(f"{result['phase']}, {result['updates'] or 0:,} updates", result) for result in summary["during"] or ()]
+    during = [(f"{result['updates'] or 0:,} updates", result) for result in summary["during"] or ()]
     for name, result in (("before training", summary["before"]), *during, ("after training", summary["eval"])):
         if result is None:
             continue

@@ -60,7 +60,7 @@ def test_a_run_leaves_a_summary_a_picture_and_a_table(tmp_path, capsys):
     assert (summary["env_steps"], summary["wall_s"], summary["assisted"]) == (5000, 90.0, 12)
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
-    rows = ["before training", "practise.evaluate,", "3 of 10", "6 of 10", "49 of 50"]
+    rows = ["before training", "1,000 updates", "3 of 10", "2,000 updates", "6 of 10", "49 of 50"]
     assert sorted(rows, key=" ".join(shown.split()).find) == rows
     assert "90% to 100%" in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == ["learning_curve.png", "summary.json"]
