@@ -318,8 +318,9 @@ class Learner:
         if saved["algorithm"] is not None and saved["phases"] == self.state.plan.outline:
             edits = self.state.load_state_dict(saved["plan"], accept=self.accept_plan, progress=self._progress())
             self.evaluations = saved["evaluations"]
-            over = "" if self.state.at.phase else OVER
-            log.info("resumed in phase %s after %d updates%s", self.state.at.phase, self.state.updates, over)
+            phase = self.state.phase
+            name, over = (phase.name, "") if phase else (None, OVER)
+            log.info("resumed in phase %s after %d updates%s", name, self.state.updates, over)
         else:
             edits = []
             self.state = PlanState(self.state.plan, self._progress())

@@ -124,6 +124,66 @@ def test_killed_or_interrupted_in_any_process_and_in_all_the_run_goes_on_to_its_
     assert_whole(programs.run_dir, cut=1)
 
 
+ROUNDS = [
+    *WORDS, "+plan.phases.practise.evaluate={every_env_steps: 100, until: ['episodes >= 100000']}",
+    "+plan.repeat={phases: [practise, evaluate], times: 2}",
+]  # fmt: skip
+ENDLESS = [  # what may be edited: the evaluation within practice ends and does not come again, and practice goes on
+    "plan.phases.practise.evaluate={every_env_steps: 1000000, until: ['episodes >= 5']}",
+    "plan.phases.practise.until=['env_steps >= 1000000', operator]",
+]
+
+
+@pytest.mark.slow
+def test_killed_in_an_evaluation_within_practice_and_in_its_second_round_the_run_goes_on_there_and_for_a_third(
+    programs,
+):
+    def begun(phase):
+        last = f'"phase": "{phase}"'
+        programs.until(lambda: programs.facts().directives and last in programs.facts().directives[-1][1])
+
+    def killed(learner, *words):
+        programs.kill("trainer")
+        assert programs.status(learner) != 0
+        programs.until(lambda: not LEARNER & set(programs.alive()))
+        return programs.start("learner", *ROUNDS, *words)
+
+    learner, actor = programs.start("learner", *ROUNDS), programs.start("actor", *ROUNDS)
+    begun("practise#1.evaluate")
+    programs.until(lambda: len(rows(programs, "practise#1.evaluate")) > 5)
+    learner = killed(learner, *ENDLESS)
+    programs.until(lambda: "resumed in phase practise#1.evaluate after" in programs.said())
+    begun("practise#1")
+    programs.practised(programs.facts().practised + 20)
+    programs.order("next")
+    begun("practise#2")
+    before = programs.practised(programs.facts().practised + 40)
+    learner = killed(learner, *ENDLESS, "plan.repeat.times=3")
+    programs.until(lambda: "resumed in phase practise#2 after" in programs.said())
+    assert_goes_on(before, programs.practised(before.practised + 20))
+    for phase in ("practise#2", "practise#3"):
+        begun(phase)
+        programs.practised(programs.facts().practised + 20)
+        programs.order("next")
+    assert [programs.status(side) for side in (learner, actor)] == [0, 0]
+    summary = assert_finished(programs, before)
+    assert_whole(programs.run_dir, cut=3)
+    results = [*summary["during"], {"phase": "evaluate#3", **summary["eval"]}]
+    counted = [("practise#1.evaluate", 5), *((f"evaluate#{time}", EVALUATED) for time in (1, 2, 3))]
+    assert [(result["phase"], result["episodes"]) for result in results] == counted
+    acted = {version: sha256 for version, sha256, _ in programs.facts().weights}
+    for result in results:
+        assert result["distinct_starts"] == result["episodes"] == len(result["trials"])
+        assert {acted[row["weights"]] for row in rows(programs, result["phase"])} == {result["weights_sha256"]}
+    assert len({result["weights_sha256"] for result in results}) == len(results)
+
+
+def rows(programs, phase):
+    """The episodes of a phase that have ended."""
+    with oracle.opened(programs.run_dir / "store") as index:
+        return index.execute("SELECT * FROM episodes WHERE phase = ? AND closed", (phase,)).fetchall()
+
+
 def interrupt(programs, process, number, *, left):
     """Signal a program as a terminal does, or (None) by tools/plan.py; then only the programs `left` are there."""
     if number:

@@ -183,5 +183,5 @@ def facts(run_dir):
         directives = index.execute("SELECT number, body FROM directives ORDER BY number").fetchall()
         weights = index.execute("SELECT version, sha256, update_ FROM weights ORDER BY version").fetchall()
     episodes = {name: steps for name, steps, _ in rows}
-    practised = sum(steps for _, steps, phase in rows if phase == "practise")
+    practised = sum(steps for _, steps, phase in rows if phase.partition("#")[0] == "practise")
     return Facts(episodes, practised, directives, weights, updates)

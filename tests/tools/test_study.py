@@ -15,7 +15,7 @@ from tests.shared.models import CONFIG
 from tests.shared.tools import called
 from tools.compare import trials
 from tools.studies import cells as report
-from tools.studies import curves, runs
+from tools.studies import curves, improve, runs
 from tools.studies.cells import T_95, Cells, mean_of, one_draw
 from tools.study import STUDIES
 
@@ -132,6 +132,23 @@ def test_a_studys_words_are_a_plan_that_practises_and_evaluates_in_turn(words, s
     assert parts == ["practise_1", "evaluate_1", "practise_2", "evaluate_2"]
     assert [phases[name].until for name in parts[::2]] == [(f"env_steps >= {each}",) for each in steps]
     assert [phases[name].episodes for name in parts[1::2]] == [episodes] * 2
+
+
+@pytest.mark.parametrize(
+    ("way", "parts", "updates"),
+    [
+        (improve.CONTROL, ["practise_1"], [100]), ("rejection", ["practise_1"], [100]),
+        ("qc", ["practise_1", "practise_2"], [20, 80]),
+    ],
+)  # fmt: skip
+def test_a_study_of_what_improves_a_clone_evaluates_before_practice_and_after_each_fifth_of_it(way, parts, updates):
+    words = ["learner=true", "task=sim_arm", *improve.WAYS[way], *improve.phases(way, 100, 4)]
+    phases = plan_of(composed(CONFIG, words)).phases
+    assert list(phases)[:2] == ["clone", "evaluate_0"]
+    assert [name for name in phases if name.startswith("practise")] == parts
+    assert [phases[name].until for name in parts] == [(f"updates >= {count}",) for count in updates]
+    within = phases[parts[-1]].evaluate
+    assert (within.every, within.unit, within.phase.episodes, phases["evaluate_1"].episodes) == (20, "updates", 4, 4)
 
 
 def measured(folder, *words, small=()):

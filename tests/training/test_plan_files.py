@@ -1,5 +1,6 @@
 """The plans of the repository, what the command line makes of them, and tools/plan.py."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.training.plan import Pace
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.plan_state import PlanState
-from tests.shared.common import CONFIG
+from tests.shared.common import CONFIG, ROOT
 from tests.shared.tools import called
 
 from .plans import practise
@@ -71,6 +72,27 @@ def test_the_tool_shows_the_timeline_of_a_plan_or_a_file():
     assert (status, "episodes >= 7" in said) == (0, True)
     status, said = called("plan", "show", "from_scratch", "random_steps=77")
     assert (status, "collect random actions into online" in said, "env_steps >= 77" in said) == (0, True, True)
+
+
+@pytest.mark.slow
+def test_the_plan_on_the_page_of_commands_is_shown_with_its_rounds_and_the_evaluation_within_one(tmp_path):
+    """As a file of the page's name in config/plan."""
+    (text,) = re.findall(
+        r"```yaml\n# config/plan/(rounds\.yaml.*?)```", (ROOT / "docs/commands.md").read_text(), re.DOTALL
+    )
+    folder = Path(shutil.copytree(CONFIG, tmp_path / "config"))
+    (folder / "plan/rounds.yaml").write_text(f"# {text}")
+    plan = plan_of(composed(folder, ["task=fake", "learner=true", f"run_dir={tmp_path}", "plan=rounds"]))
+    names = [f"{name}#{time}" for time in (1, 2, 3) for name in ("practise", "evaluate")]
+    assert list(plan.phases) == ["demonstrate", "baseline", *names]
+    within = ["+plan.phases.practise.evaluate={every_env_steps: 1000, until: ['episodes >= 20']}"]
+    repeat = ["+plan.repeat={phases: [practise, evaluate], times: 3, until: ['success[50] >= 0.95']}"]
+    status, said = called("plan", "show", "quickstart", *within, *repeat, "plan.phases.practise.until=[operator]")
+    order = [said.index(text) for text in (
+        "2. baseline", "3. practise#1 to #3", "evaluate every 1,000 env_steps until episodes >= 20",
+        "4. evaluate#1 to #3", "repeat   practise, evaluate: 3 times, until success[50] >= 0.95",
+    )]  # fmt: skip
+    assert (status, order) == (0, sorted(order))
 
 
 @pytest.mark.parametrize(

@@ -40,18 +40,19 @@ def practised(cell: Namespace) -> Mapping[str, Any]:
     side: dict[str, Any] = {"task": cell.task, "actor": cell.actor}
     placed = {**side, "actor": [*cell.actor, f"task.env.side={cell.side}"]}
     begun = runs.demonstrations(cell.folder / "demonstrations", cell.seed, cell.demonstrations, *cell.words, **placed)
-    half, fit = f"updates >= {cell.cloned // 2}", ", on_begin: [{fit_normalizer: demo}]"
-    bodies = [runs.training(half, "{demo: 1.0}", "[update]", more) for more in (fit, "")]
+    fit = f", on_begin: [{{fit_normalizer: demo}}]{runs.within(cell.cloned // 2, cell.starts)}"
+    body = runs.training(f"updates >= {cell.cloned}", "{demo: 1.0}", "[update]", fit)
     words = [f"seed={cell.seed}", "plan=sft", *runs.without("clone", "evaluate"), *cell.words]
-    clone = runs.finished(cell.folder / CLONE, *words, *runs.turns(bodies, cell.starts, CLONE), of=begun, **side)
+    clone = runs.finished(cell.folder / CLONE, *words, *runs.turns([body], cell.starts, CLONE), of=begun, **side)
     if cell.way == CLONE:
         return {"successes": runs.successes(clone, cell.starts)}
-    (data, intervene), until = WAYS[cell.way], f"updates >= {cell.updates // QUARTERS}"
+    (data, intervene), until = WAYS[cell.way], f"updates >= {cell.updates}"
+    quarters = runs.within(cell.updates // QUARTERS, cell.starts)
     takes: dict[str, Any] = {"pace": "1.0", "intervene": intervene, "start": "online.episodes >= 5"}
-    body = runs.practice(until, data, "[update]", **takes)
+    body = runs.practice(until, data, "[update]", **takes, more=quarters)
     if intervene is None:
-        body = runs.training(until, data, "[update]")
-    words = [f"seed={cell.seed}", *PLAN, *runs.turns([body] * QUARTERS, cell.starts), *cell.words]
+        body = runs.training(until, data, "[update]", quarters)
+    words = [f"seed={cell.seed}", *PLAN, *runs.turns([body], cell.starts), *cell.words]
     words += ["plan.sources.success.start_steps=intervened"] * (cell.way == "human successes")
     made = runs.finished(cell.folder / cell.way.replace(" ", "-"), *words, of=clone, **side)
     return {"successes": runs.successes(made, cell.starts), **runs.effort(made)}

@@ -69,15 +69,20 @@ def improved(cell: Namespace) -> Mapping[str, Any]:
 
 
 def phases(way: str, updates: int, starts: int) -> list[str]:
-    """Return the words that replace the plan's practice by fifths, an evaluation behind each of them."""
-    rejects, until = WAYS[way] == ["plan=hiors"], f"updates >= {updates // FIFTHS}"
+    """Return the words that replace the plan's practice by one that evaluates after each fifth."""
+    rejects, fifth = WAYS[way] == ["plan=hiors"], updates // FIFTHS
+    until, rest = [f"updates >= {fifth * part}" for part in (FIFTHS, FIFTHS - 1)]
+    fifths: dict[str, Any] = {"more": runs.within(fifth, starts)}
     data = "{success: 0.5, demo: 0.5}" if rejects else "{online: 0.5, demo: 0.5}"
     begins = "[update_value, update_advantage]" if way == "recap" else "[update_critic]"
-    bodies = [runs.training(until, "{demo: 1.0}", "[update_clone]")] * FIFTHS
-    if way != CONTROL:
-        made = ["[update]"] * FIFTHS if rejects else [begins, *["${updates}"] * (FIFTHS - 1)]
-        takes: dict[str, Any] = {"intervene": way == "hi-ors", "pace": "2.0", "start": "online.episodes >= 5"}
-        bodies = [runs.practice(until, data, every, **takes) for every in made]
+    takes: dict[str, Any] = {"intervene": way == "hi-ors", "pace": "2.0", "start": "online.episodes >= 5"}
+    if way == CONTROL:
+        bodies = [runs.training(until, "{demo: 1.0}", "[update_clone]", **fifths)]
+    elif rejects:
+        bodies = [runs.practice(until, data, "[update]", **takes, **fifths)]
+    else:
+        bodies = [runs.practice(f"updates >= {fifth}", data, begins, **takes)]
+        bodies += [runs.practice(rest, data, **takes, **fifths)]
     warm = [] if rejects else ["value" if way == "recap" else "warm_up"]
     old = runs.without("demonstrate", "baseline", *warm, "practise", "evaluate")
     return [runs.evaluation(starts, 0), *old, *runs.turns(bodies, starts)]

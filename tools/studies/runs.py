@@ -87,19 +87,24 @@ def training(until: str, data: str, updates: str = "${updates}", more: str = "")
 
 def practice(
     until: str, data: str, updates: str = "${updates}", *, pace: str = "'${utd}'", intervene: bool | None = None,
-    start: str = "", every: int = 50,
+    start: str = "", every: int = 50, more: str = "",
 ) -> str:  # fmt: skip
     """Return the body of a phase that trains while the robot practises.
 
     pace: updates for each step. intervene: whether the operator takes over. every: updates between two versions.
     """
     takes = "" if intervene is None else f", intervene: {str(intervene).lower()}"
-    more = f", start_when: '{start}'" if start else ""
+    more += f", start_when: '{start}'" if start else ""
     return (
         f"actors: {{mode: collect, into: online{takes}}}, updates: {updates}, data: {data}, until: ['{until}'], "
         f"pace: {{updates_per_step: {pace}, tolerance: 64}}, publish: {{every_updates: {every}}}, "
         f"on_end: [checkpoint, publish]{more}"
     )
+
+
+def within(every: int, starts: int) -> str:
+    """Return what the body of a phase has more that also evaluates after each so many updates."""
+    return f", evaluate: {{every_updates: {every}, until: ['episodes >= {starts}']}}"
 
 
 def turns(bodies: Sequence[str], starts: int, name: str = "practise") -> list[str]:
