@@ -12,7 +12,7 @@ from serl_client.words import check_choice
 
 from serl_launcher.training.plan import ONCE, OPERATOR, SEEN, UNITS, Actors, Pace, Phase, Plan, Term, Update, parse
 from serl_launcher.training.plan_edits import check_edits, is_raised, plain
-from serl_launcher.training.rate_limiter import RateLimiter
+from serl_launcher.training.rate_limiter import UNPACED, RateLimiter
 
 log = logging.getLogger(__name__)
 

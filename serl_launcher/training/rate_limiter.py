@@ -17,9 +17,9 @@ class RateLimiter:
     """A token bucket between env steps and updates: a step adds `updates_per_step` tokens, an update takes one.
 
     Either side may run `tolerance` updates ahead, and always by one step or one update, so that the two never wait for
-    each other. Where somebody does not wait (`unpaced`, one of UNPACED) and the learner falls behind by more, the excess
-    steps add no tokens: this caps the catching up after a slow stretch. `uncounted_steps`, the number of such steps, is
-    the only state. `dropped` are the updates that they would have added.
+    each other. Where somebody does not wait (`unpaced`, of UNPACED) and the learner falls behind by more, the excess
+    steps add no tokens: this caps the catching up after a slow stretch. `uncounted_steps`, the number of such steps,
+    is the only state. `dropped` are the updates that they would have added.
     """
 
     def __init__(self, pace: Pace | None, uncounted_steps: float) -> None:

@@ -17,7 +17,7 @@ from serl_launcher.service.peers import ROLES
 from serl_launcher.store.errors import Full
 from serl_launcher.store.store import Store
 from tests.shared.clients import connected, push_all
-from tests.shared.common import PATIENCE, until
+from tests.shared.common import until
 from tests.shared.servers import ServerThread
 
 from .exporting import Run, opened, segment, writes_shards
