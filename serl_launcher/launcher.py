@@ -39,7 +39,7 @@ from serl_launcher.supervisor import LEARNING, REFUSED, Supervisor, begun_file, 
 from serl_launcher.training import metrics
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of
-from serl_launcher.training.resuming import check_resumable
+from serl_launcher.training.resuming import check_origin, check_resumable, origin_of
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,9 @@ def launch(config: DictConfig) -> int:
             for name, steps in capacities_there(run_dir / "store", said).items():
                 if steps != said[name]:
                     log.info("source %s keeps the %d steps with which this run began, not %d", name, steps, said[name])
-        check_resumable(run_dir / "checkpoints", config, plan)
+        config["from"] = origin_of(config)
+        if not check_resumable(run_dir / "checkpoints", config, plan) and config["from"]:
+            check_origin(config)
         sign(lock)
         take_over(run_dir, config.share, is_learner=True)
         OmegaConf.save(config, run_dir / "config.yaml", resolve=True)

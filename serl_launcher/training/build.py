@@ -13,6 +13,7 @@ from serl_client.spec import Spec
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.config import factory
 from serl_launcher.training import budget, memory
+from serl_launcher.training.origin import Origin
 from serl_launcher.training.plan_reader import plan_of
 
 log = logging.getLogger(__name__)
@@ -40,9 +41,13 @@ def device_of(config: DictConfig) -> str:
     return str(config.device)
 
 
-def build(config: DictConfig, spec: Spec) -> Algorithm:
-    """Build the config's algorithm for this Spec. Raises ConfigError for an option that the algorithm does not have."""
-    return factory(config, "algo", spec)(spec)
+def build(config: DictConfig, spec: Spec, origin: Origin | None = None) -> Algorithm:
+    """Build the config's algorithm for this Spec, with what another run has learned, if that is its origin.
+
+    Raises ConfigError for an option that the algorithm does not have, and for an origin with other networks.
+    """
+    make = factory(config, "algo", spec)
+    return origin.begun(make, spec) if origin else make(spec)
 
 
 def untrained(config: DictConfig, spec: Spec) -> Callable[[], Algorithm]:

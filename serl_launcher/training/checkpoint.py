@@ -5,7 +5,7 @@ import io
 import json
 import logging
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -114,16 +114,10 @@ class Checkpoints:
         Raises ConfigError if that one was made with another Spec, config or version of this program. Also if there
         are checkpoints and none is whole, because a run that began again would replace what it had learned.
         """
-        for path in reversed(checkpoints(self.folder)):
-            try:
-                manifest = _whole(path)
-            except (*DAMAGE, ConfigError) as error:
-                log.warning("checkpoint %s is broken and skipped: %s", path, error)
-                self._broken.add(path)
-                continue
+        if newest := newest_whole(checkpoints(self.folder), self._broken):
+            path, manifest = newest
             fits, self.changed = check_fit(path, manifest, self.config, lambda: self._changeable, self.spec)
-            plain = torch.load(path / STATE, map_location="cpu", weights_only=True)
-            state = _put_back(plain, safetensors.torch.load_file(path / TENSORS))
+            state = read_state(path)
             return state if fits else {**state, "algorithm": None}
         if self._broken:
             raise ConfigError(
@@ -138,6 +132,23 @@ class Checkpoints:
         paths = [path for path, phase in ends.items() if newest.get(phase) != path]
         for path in [*self._broken.intersection(paths), *[p for p in paths if p not in self._broken][: -self.keep]]:
             shutil.rmtree(path)
+
+
+def newest_whole(paths: Sequence[Path], broken: set[Path]) -> tuple[Path, dict[str, Any]] | None:
+    """Return the last of these checkpoints that is whole, with its manifest; add those that are not to `broken`."""
+    for path in reversed(paths):
+        try:
+            return path, _whole(path)
+        except (*DAMAGE, ConfigError) as error:
+            log.warning("checkpoint %s is broken and skipped: %s", path, error)
+            broken.add(path)
+    return None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the state that a whole checkpoint keeps, on the CPU, mapped from its file."""
+    plain = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    return _put_back(plain, safetensors.torch.load_file(path / TENSORS))
 
 
 def _whole(path: Path) -> dict[str, Any]:

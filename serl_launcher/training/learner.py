@@ -53,14 +53,15 @@ class Learner:
     batch_size: rows of a batch, of all ranks together, where the plan says no other number.
     checkpoint_s: seconds between two checkpoints; 0: after each update; None: by their size.
     accept_plan: resume even if the current phase was edited. is_stopped: whether a person or a cluster stops the run.
+    origin: whose weights and normalisers it began with (`from`), so that no plan fits these anew; None: nobody's.
     """
 
     def __init__(
         self, *, run_dir: Path, link: Connection, plan: Plan, ranks: Ranks, sources: ReplayMixture,
         checkpoints: Checkpoints, metrics: MetricsLog, console: Console, batch_size: int,
-        checkpoint_s: float | None, accept_plan: bool, is_stopped: Callable[[], bool],
+        checkpoint_s: float | None, accept_plan: bool, is_stopped: Callable[[], bool], origin: str | None = None,
     ) -> None:  # fmt: skip
-        self._is_stopped = is_stopped
+        self._is_stopped, self._origin = is_stopped, origin
         self.ranks, self.sources = ranks, sources
         self.batch_size, self.accept_plan = batch_size, accept_plan
         self.counters, self.state = RunCounters(sources), PlanState(plan)
@@ -205,6 +206,8 @@ class Learner:
             self.checkpoint(ended)
         elif action == "publish":
             self._publish()
+        elif action == "fit_normalizer" and self._origin:
+            log.info("fit_normalizer: %s: the normalisers stay those of from=%s", source, self._origin)
         elif action == "fit_normalizer":
             assert source is not None
             await_rows(self.sources, source, self._turn, lambda: bool(self.server.commands) or self._is_stopped())

@@ -24,9 +24,10 @@ from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.counters import ASSISTED, TRAINED, curve
 from serl_launcher.training.learner import Learner
 from serl_launcher.training.metrics import MetricsLog, mirrored
+from serl_launcher.training.origin import origin
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.ranks import Ranks, launch_ranks
-from serl_launcher.training.resuming import free_settings, kept_settings
+from serl_launcher.training.resuming import check_resumable, free_settings, kept_settings
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,8 @@ def _learner(
     config: DictConfig, run_dir: Path, link: Connection, spec: Spec, world: World, shown: Console,
     is_stopped: Callable[[], bool],
 ) -> Learner:  # fmt: skip
-    ranks = _ranks(config, spec, world)
+    resumes = check_resumable(run_dir / "checkpoints", config, plan_of(config))
+    ranks = _ranks(config, spec, world, begins=not resumes and bool(config["from"]))
     plan = plan_of(config, set(ranks.algorithm.windows)).only(config.phase)
     for note in plan.notes:
         log.info("%s", note)
@@ -90,7 +92,7 @@ def _learner(
         ),
         metrics=MetricsLog(run_dir / "metrics.jsonl"), console=shown, batch_size=config.batch_size,
         checkpoint_s=None if config.checkpoint_s == "auto" else config.checkpoint_s, accept_plan=config.accept_plan,
-        is_stopped=is_stopped,
+        is_stopped=is_stopped, origin=config["from"],
     )  # fmt: skip
 
 
@@ -101,15 +103,19 @@ def obey(config: DictConfig) -> None:
     _ranks(DictConfig(told), Spec.from_dict(spec), world).obey()
 
 
-def _ranks(config: DictConfig, spec: Spec, world: World) -> Ranks:
-    """Build the algorithm on this rank. What one rank cannot build, all ranks refuse."""
+def _ranks(config: DictConfig, spec: Spec, world: World, *, begins: bool = False) -> Ranks:
+    """Build the algorithm on this rank. What one rank cannot build, all ranks refuse.
+
+    begins: with what another run has learned; for rank 0, whose weights all others get.
+    """
     sharding: Any = OmegaConf.to_container(config.sharding)
     with world.together():
         if world.rank == 0:
             need = check_memory(config, spec, world.device, world.size)
             log.info("training takes %s", need)
+        taken = origin(config, spec) if begins else None
         seed(config)
-        ranks = Ranks(build(config, spec), world, sharding)
+        ranks = Ranks(build(config, spec, taken), world, sharding)
         ranks.check({config.batch_size, *plan_of(config).batches(config.batch_size).values()})
     return ranks
 

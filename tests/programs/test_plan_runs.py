@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from robot_infra.cameras import gl
@@ -229,3 +230,43 @@ def test_a_run_that_is_over_is_trained_longer_and_otherwise_and_tells_what_was_c
         assert text in change["what"]
     assert oracle.whole(tmp_path / "store").sources["online"]["capacity"] == 150
     assert f"changed since the checkpoint (now, then): {change['what']}" in caplog.text
+
+
+CLONED = [
+    "task=fake", "plan=hiors", "policy.network.hidden=[32,32]", "policy.head.steps=2", "batch_size=16", "log=false",
+    'plan.phases.demonstrate.until=["demo.episodes >= 2"]', "~plan.phases.baseline", "~plan.phases.practise",
+    'plan.phases.clone.until=["updates >= 10"]', 'plan.phases.evaluate.until=["episodes >= 1"]',
+]  # fmt: skip
+IMPROVED = [
+    "task=fake", "algo=sac_pi0", "policy.network.hidden=[32,32]", "policy.head.steps=2", "critic.hidden=[16,16]",
+    "batch_size=16", "eval_episodes=1", "log=false",
+]  # fmt: skip
+
+
+def published(run_dir):
+    """Return the newest weights that a run has published."""
+    return load_file(max((run_dir / "weights").glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns))
+
+
+def test_a_run_begins_with_a_clone_and_its_demonstrations_and_goes_on_without_them(tmp_path, caplog):
+    last, new, data = (tmp_path / name for name in ("last", "new", "data"))
+    start(last, CLONED)
+    assert called("data", "export", last, "--source", "demo", "--episodes", "1")[0] == 0
+    assert called("data", "merge", data, *sorted((last / "datasets/demo").iterdir())[:1])[0] == 0
+    before = {path: path.read_bytes() for path in last.rglob("*") if path.is_file()}
+
+    start(new, [*IMPROVED, "plan=evaluate", f"from={last}"])
+    assert {path: path.read_bytes() for path in last.rglob("*") if path.is_file()} == before
+    cloned, first = published(last), published(new)
+    assert cloned.keys() == first.keys()
+    assert all(torch.equal(cloned[name], first[name]) for name in cloned)
+
+    last.rename(tmp_path / "away")
+    training = ["plan=sft", "plan.phases.clone.updates=[update_clone]", 'plan.phases.clone.until=["updates >= 5"]']
+    start(new, [*IMPROVED, *training, f"plan.sources.demo.dataset={data}"])
+    assert summary_of(new / "summary.json")["updates"] == 5
+    assert "the normalisers stay those of from=" in caplog.text
+    trained = published(new)
+    same = {name for name in cloned if torch.equal(cloned[name], trained[name])}
+    assert {"encoder.state.mean", "encoder.state.std", "scale.center", "scale.half_range"} <= same, "not those of `data`"
+    assert not any("weight" in name for name in same)

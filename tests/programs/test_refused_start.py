@@ -88,10 +88,12 @@ def saying(*words):
         (of_another_format, "has the format 1"),
         (checkpoint_of_another_version, "made by another version of this program"),
         (saying("share=nobodies"), "no such group"),
-        (saying("algo.discount=0.5"), r"made with another algorithm.*discount: 0.5, 0.97"),
+        (saying("algo.discount=0.5"), r"another algorithm.*discount: 0.5, 0.97.* from=/\S*/run run_dir=OTHER"),
+        (saying("policy.hidden=[8]"), r"another algorithm.*hidden: \[8\].*begin anew with another run_dir"),
+        (saying("from=elsewhere"), r"from=/\S*/elsewhere: /\S*/run has begun without other weights"),
         (saying("plan.phases.baseline.until=[operator]", "plan.phases.demonstrate.until=[operator]"), "was edited"),
     ],
-    ids=["in use", "port", "store", "checkpoint", "group", "algorithm", "plan"],
+    ids=["in use", "port", "store", "checkpoint", "group", "algorithm", "policy", "from", "plan"],
 )
 def test_a_refused_start_changes_nothing_in_the_folder_that_it_refused(run, monkeypatch, hindrance, why):
     umask = os.umask(0o022)
@@ -105,3 +107,23 @@ def test_a_refused_start_changes_nothing_in_the_folder_that_it_refused(run, monk
             assert seen(run) == before
     finally:
         assert os.umask(umask) in (0o077, 0o027), "what a start makes is its user's own"
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["from={new}/checkpoints/000001"], "is this run itself"),
+        (["from={new}/.."], "has no checkpoint: say the folder"),
+        (["from={run}", "policy.hidden=[8]"], r"another policy.*hidden: \[8\], \[128.*; its run: algo=rlpd policy=g"),
+        (["from={run}/checkpoints/000001", "algo=sft"], r"algo\.policy\._target_: \S*ChunkPolicy, "),
+    ],
+    ids=["itself", "no run", "sizes", "policy"],
+)
+def test_a_run_that_cannot_begin_with_the_weights_of_another_is_not_begun(run, tmp_path, monkeypatch, words, why):
+    before, new = seen(run), tmp_path / "new"
+    said = [word.format(run=run, new=new) for word in words]
+    monkeypatch.setattr(sys, "argv", ["train.py", "learner=true", f"run_dir={new}", *own_ports(), *said])
+    with pytest.raises(SystemExit, match=why):
+        TRAIN.main()
+    assert seen(run) == before
+    assert [path.name for path in new.iterdir()] == ["lock"]

@@ -21,7 +21,9 @@ from serl_launcher.config import composed
 from serl_launcher.datasets import importer
 from serl_launcher.training import build as training
 from serl_launcher.training import trainer
+from serl_launcher.training.origin import Origin
 from serl_launcher.training.plan_reader import plan_of
+from serl_launcher.training.resuming import origin_of
 
 from . import common
 from .common import CONFIG, PATIENCE, until
@@ -93,10 +95,10 @@ def building_by_turns() -> Iterator[None]:
     """Trainer and actor are threads here, so neither may draw from the seed of what the other builds."""
     turn, build = threading.Lock(), training.build
 
-    def built(config: DictConfig, spec: Spec) -> object:
+    def built(config: DictConfig, spec: Spec, origin: Origin | None = None) -> object:
         with turn, torch.random.fork_rng(devices=[]):
             training.seed(config)
-            return build(config, spec)
+            return build(config, spec, origin)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (training, trainer, inference):
@@ -117,7 +119,7 @@ def start(
     beside: is called meanwhile, with the learner's config, its own address and the actors' port.
     """
     config = composed(folder, ["learner=true", f"run_dir={run_dir}", *words])
-    config.ranks = launcher.ranks_of(config)
+    config.ranks, config["from"] = launcher.ranks_of(config), origin_of(config)
     OmegaConf.save(config, launcher.writable(run_dir) / "config.yaml", resolve=True)
     children = ["importer"] * bool(importer.open_datasets(plan_of(config))) + ["trainer"]
     with serving(config) as (local, port), building_by_turns(), ExitStack() as stack:
