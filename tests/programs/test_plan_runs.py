@@ -268,5 +268,5 @@ def test_a_run_begins_with_a_clone_and_its_demonstrations_and_goes_on_without_th
     assert "the normalisers stay those of from=" in caplog.text
     trained = published(new)
     same = {name for name in cloned if torch.equal(cloned[name], trained[name])}
-    assert {"encoder.state.mean", "encoder.state.std", "scale.center", "scale.half_range"} <= same, "not those of `data`"
+    assert {"encoder.state.mean", "encoder.state.std", "scale.center", "scale.half_range"} <= same, "not of `data`"
     assert not any("weight" in name for name in same)
