@@ -23,7 +23,8 @@ from serl_client.errors import ConfigError, RetakeError
 from serl_client.keys import Key, named
 from serl_client.reach import Lookout
 from serl_client.runner import run_actor
-from serl_client.several import run_several
+from serl_client.several import Share, run_several
+from serl_client.starts import alone
 from serl_client.status import RECENT, ActorStatus
 from serl_client.words import check_choice
 
@@ -83,17 +84,17 @@ def act(config: DictConfig) -> int:
     return run_several(config.envs, partial(act_as_one_of, config))
 
 
-def act_as_one_of(config: DictConfig, place: int) -> None:
+def act_as_one_of(config: DictConfig, place: int, share: Share) -> None:
     """Be the process of one of several environments."""
     try:
-        act_in(config, place)
+        act_in(config, place, share)
     except (RetakeError, OmegaConfBaseException) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def act_in(config: DictConfig, place: int = 0) -> int:
+def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
     """Act in one environment, number `place` of config.envs, under a name of its own."""
     key, local = Path(config.key) if config.key else None, config.inference == "local"
     name = named(str(config.name), Key.read(key) if key else None) + f"/{place}" * (config.envs > 1)
@@ -123,7 +124,7 @@ def act_in(config: DictConfig, place: int = 0) -> int:
             with lookout, LiveDisplay(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):
                 run_actor(
                     env, controller, client, seed=config.seed, operator=operator, reset=config.reset, status=status,
-                    share=(place, config.envs),
+                    share=share,
                 )  # fmt: skip
     return 0
 

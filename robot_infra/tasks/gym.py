@@ -1,31 +1,29 @@
-"""Runs any gymnasium task with a Box or Discrete action (GymEnv); a person may drive one with a Box."""
+"""Runs any gymnasium task whose spaces gym_spaces.py knows (GymEnv); a person may drive one with a Box action."""
 
 import logging
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 from serl_client import clock
 from serl_client.env import Observation, Step
-from serl_client.errors import ConfigError, RetakeError, RobotFault
+from serl_client.errors import ConfigError, RetakeError, RobotFault, last_line
 from serl_client.spec import Array, Feature, Spec
 
 from robot_infra.interfaces import Operator, Teleop
 from robot_infra.intervention import POLICY_ACTION, Intervention, policy_action
 from robot_infra.pace import Pace
+from robot_infra.tasks.gym_spaces import Actions, Observations
 from robot_infra.teleop.hands import make_devices
 from robot_infra.teleop.keyboard import Keyboard
 
 SUCCESS = ("success", "is_success", "succeed", "next.success")  # keys of `info`; gym_hil uses the last two
 HUMAN = {"is_intervention": ("teleop_action", "action_intervention")}  # gym_hil: a person drove this step, their action
 SAID = {"rerecord_episode": "discard"}  # gym_hil: what a person said at the task's own device: our word
+FPS = 30.0  # steps per second of a simulated task that does not say its rate: so fast plays a recording
 EXTRAS = {"gym_hil": "hil", "Box2D": "carracing", "minigrid": "minigrid", "ale_py": "atari"}  # package: our extra
-
-MOST = 300  # characters of the error text of a task
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +43,7 @@ class Reported(Keyboard):
 class GymEnv:
     """Implements serl_client.env.Env over `gymnasium.make(env_id, **options)`.
 
-    fps: steps per second; None: the task's own metadata["render_fps"].
+    fps: steps per second; None: the task's own metadata["render_fps"], else FPS on the simulated clock.
     success: keys of info. An episode has success if its last info says so under any of them; None without these keys.
     human: keys of info of a task with its own device, {whether a person drove this step: their action, or several keys
         of which one holds it}. Such a step counts as intervened, with that action as executed.
@@ -56,11 +54,9 @@ class GymEnv:
     names: of the action's entries, so that devices know what they move (x, y, z, roll, pitch, yaw, gripper).
     neutral: the action at rest, which is the zero of policies (Feature.neutral); None: the middle of the bounds.
     hold: the action that holds; None: the neutral one if it is said, else the one nearest to zero, or the first choice.
+    scale: the largest action of a policy where the task's Box has no bound; a number, or one for each entry.
 
-    A Box observation becomes `observation.state`, flattened to float32; each Box of a Dict becomes
-    `observation.<key>`. An image, uint8 [height, width, channel], becomes `observation.images.<key>` (`camera` without
-    a key). The keys of a Dict in a Dict are joined by dots. The action is clipped to its bounds. That of a Discrete
-    space is one-hot: the largest entry is taken, and is what was executed.
+    Observations and Actions (gym_spaces.py) say what its spaces become. `recover` makes the task again.
 
     Raises ConfigError for a task that does not exist, does not fit or cannot be made, and RobotFault where the task
     raises anything in reset or step: one sentence that names task and call, with the traceback in the log.
@@ -74,36 +70,31 @@ class GymEnv:
         options: Mapping[str, Any] | None = None, clock: str = "simulated", operator: str = "none",
         devices: Mapping[str, Any] | None = None, names: Sequence[str] = (), hold: Sequence[float] | None = None,
         script: Callable[[Any], Teleop] | None = None, wrap: Callable[[Any], Any] | None = None,
-        neutral: Sequence[float] | None = None,
+        neutral: Sequence[float] | None = None, scale: float | Sequence[float] | None = None,
     ) -> None:  # fmt: skip
         self.task, self.clock, self._success, self._said = env_id, clock, tuple(success), dict(said)
         self._human = {flag: (keys,) if isinstance(keys, str) else tuple(keys) for flag, keys in human.items()}
-        self._env = _make(env_id, options or {}, wrap or (lambda env: env))
-        fps = fps or self._env.metadata.get("render_fps")
+        self._make = partial(_make, env_id, options or {}, wrap or (lambda env: env))
+        self._env = self._make()
+        fps = fps or self._env.metadata.get("render_fps") or (FPS if clock == "simulated" else None)
         if fps is None:
-            raise ConfigError(f"{env_id} does not say its rate: give fps")
+            raise ConfigError(f"{env_id} does not say its rate: say task.env.fps=...")
         self._pace = Pace(clock, fps)
-        boxes, self._space = _boxes(self._env), self._env.action_space
-        self._keys = _named(boxes)
-        observation = {name: _feature(boxes[key]) for name, key in self._keys.items()}
-        action = _action(self._env, names)
+        self._observations = Observations(env_id, self._env.observation_space)
+        self._actions = Actions(env_id, self._env.action_space, names=names, neutral=neutral, scale=scale)
+        self.action = action = self._actions.feature
         size = action.shape[0]
-        if any(said is not None and len(said) != size for said in (names or None, hold, neutral)):
-            raise ConfigError(
-                f"{env_id} takes actions of {size} entries: give as many names, and numbers to hold and of the neutral "
-                "action"
-            )
-        self.action = action = replace(action, neutral=None if neutral is None else list(neutral))
-        if action.one_hot and operator != "none":
-            raise ConfigError(
-                f"{env_id} takes one of {size} actions, which nobody can drive: say task.env.operator=none"
-            )
-        self._hold = self._executable(np.array(hold or neutral or np.zeros(size), action.dtype))
+        if hold is not None and len(hold) != size:
+            raise ConfigError(f"{env_id} takes actions of {size} entries: give as many numbers to hold")
+        if self._actions.is_choice and operator != "none":
+            raise ConfigError(f"{env_id} takes {size} choices, which nobody can drive: say task.env.operator=none")
+        self._hold = self._actions.executable(np.array(hold or neutral or np.zeros(size), action.dtype))
         scripted = script(self._env) if script else None
+        self._script = script if operator == "scripted" else None
         teleop, self._person = make_devices(operator, scripted, self, clock=clock, devices=devices)
         self.has_operator, self._intervention = teleop is not None, Intervention(teleop)
         extras = {POLICY_ACTION: Feature(action.shape)} if self.has_operator else {}
-        self.spec = Spec(observation, action, fps, extras)
+        self.spec = Spec(self._observations.features, action, fps, extras)
         self.operator: Operator = self._person or Reported()
         self.observed = 0.0
         self._executed: Array | None = None  # in the step before
@@ -125,7 +116,7 @@ class GymEnv:
         self._executed = None
         with self._explained("reset"):
             np.random.seed(seed % 2**32)  # some tasks draw from numpy's global generator
-            observation = self._observation(self._env.reset(seed=seed)[0])
+            observation = self._observations.read(self._env.reset(seed=seed)[0])
         self._pace.begin()
         self.observed = clock.monotonic()
         return observation
@@ -142,50 +133,47 @@ class GymEnv:
             if not np.isfinite(action).all():
                 raise ValueError(f"the action must be finite, not {action}")
         driven, is_theirs = self._intervention.drive(action, self._hold, self._executed)
-        executed = self._executable(driven)
-        taken, sent = self._taken(executed), clock.monotonic()
+        executed = self._actions.executable(driven)
+        taken, sent = self._actions.taken(executed), clock.monotonic()
         with self._explained("step"):
             raw, reward, terminated, truncated, info = self._env.step(taken)
             terminated, truncated = bool(terminated), bool(truncated and not terminated)
             success = self._succeeded(info) if terminated or truncated else None
             theirs = self._theirs(info)
             executed = executed if theirs is None else theirs
-            observation = self._observation(raw)
+            observation, reward = self._observations.read(raw), float(reward)
+            events = [word for key, word in self._said.items() if info.get(key)]
         if isinstance(self.operator, Reported):
-            self.operator.said += [word for key, word in self._said.items() if info.get(key)]
+            self.operator.said += events
         self._executed = executed
         extras = {POLICY_ACTION: policy_action(action, executed)} if self.has_operator else {}
         self._pace.wait(sent)
         self.observed = clock.monotonic()
         is_theirs, is_driven = is_theirs or theirs is not None, self._intervention.is_driven or theirs is not None
-        return Step(
-            observation, float(reward), executed, is_theirs, terminated, truncated, success, extras, driven=is_driven
-        )
+        return Step(observation, reward, executed, is_theirs, terminated, truncated, success, extras, driven=is_driven)
 
     def stop(self) -> None:
         """Do nothing: time stands still between two steps."""
 
     def recover(self) -> None:
-        """Do nothing: the next `reset` begins anew."""
+        """Make the task again, because one that has raised may be broken. Raises RobotFault if it cannot be made."""
+        self._close()
+        try:
+            self._env = self._make()
+        except ConfigError as error:
+            raise RobotFault(str(error), "error") from error
+        if self._script:
+            self._intervention = Intervention(self._script(self._env))
 
     def close(self) -> None:
         """Close the task; an error of it is only logged."""
         if self._person is not None:
             self._person.close()
+        self._close()
+
+    def _close(self) -> None:
         with suppress(RobotFault), self._explained("close"):  # else it would hide the error that ended the run
             self._env.close()
-
-    def _executable(self, action: Array) -> Array:
-        """Return the action [A] that is executed where this one is asked for."""
-        if self.action.one_hot:
-            return np.eye(len(action), dtype=action.dtype)[action.argmax()]
-        return np.clip(action, self.action.low, self.action.high)
-
-    def _taken(self, executed: Array) -> Any:
-        """Return an executed action [A] as the task takes it."""
-        if self.action.one_hot:
-            return self._space.start + self._space.dtype.type(executed.argmax())
-        return executed.astype(self._space.dtype).reshape(self._space.shape)
 
     def _succeeded(self, info: Mapping[str, Any]) -> bool | None:
         told = [bool(info[key]) for key in self._success if info.get(key) is not None]
@@ -199,7 +187,7 @@ class GymEnv:
         feature = self.spec.action
         action = np.asarray(info[keys[0]], feature.dtype).reshape(-1)
         feature.check(keys[0], action)
-        return self._executable(action)
+        return self._actions.executable(action)
 
     @contextmanager
     def _explained(self, call: str) -> Iterator[None]:
@@ -212,13 +200,6 @@ class GymEnv:
             log.exception("the environment %s raised in %s", self.task, call)
             raise RobotFault(f"the environment {self.task} failed in {call}(): {said(error)}") from error
 
-    def _observation(self, raw: Any) -> Observation:
-        features = self.spec.observation
-        return {
-            name: np.array(_at(raw, key), features[name].dtype).reshape(features[name].shape)
-            for name, key in self._keys.items()
-        }
-
 
 def _make(env_id: str, options: Mapping[str, Any], wrap: Callable[[Any], Any]) -> Any:
     try:
@@ -229,81 +210,18 @@ def _make(env_id: str, options: Mapping[str, Any], wrap: Callable[[Any], Any]) -
         return wrap(gymnasium.make(env_id, disable_env_checker=True, **options))
     except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
         words = " ".join(str(error).split())
-        extra = next((f": run `uv sync --inexact --extra {EXTRAS[name]}`" for name in EXTRAS if name in words), "")
-        raise ConfigError(f"gymnasium cannot make {env_id}: {words}{extra}") from None
+        cure = next((f": run `uv sync --inexact --extra {EXTRAS[name]}`" for name in EXTRAS if name in words), "")
+        if not cure and isinstance(error, ModuleNotFoundError):
+            cure = ". Where it lies in a folder of yours, put that on PYTHONPATH (docs/own_task.md)"
+        if ":" not in env_id and isinstance(error, gymnasium.error.UnregisteredEnv):
+            cure = f" Say the module that registers it, too: task.env_id=my_module:{env_id}"
+        raise ConfigError(f"gymnasium cannot make {env_id}: {words}{cure}") from None
     except Exception as error:
         log.exception("the environment %s raised in make", env_id)
         raise ConfigError(f"the environment {env_id} failed in make(): {said(error)}") from error
 
 
 def said(error: Exception) -> str:
-    """Return an exception in one line: its kind, its first words, and a hint if it is about drawing."""
-    words = " ".join(str(error).split())
-    draws = any(word in words for word in ("OpenGL", "GLFW", "gladLoad", "EGL"))
-    hint = ". No screen? Set MUJOCO_GL=egl (apt-get install libegl1)" if draws else ""
-    return type(error).__name__ + f": {words[:MOST]}" * bool(words) + hint
-
-
-def _boxes(env: Any) -> dict[tuple[str, ...], Any]:
-    """Return the task's observation as {keys from the outermost Dict inwards: Box}."""
-    from gymnasium.spaces import Box, Dict
-
-    def flat(space: Any, key: tuple[str, ...]) -> dict[tuple[str, ...], Any]:
-        if not isinstance(space, Dict):
-            return {key: space}
-        return {path: box for name, below in space.spaces.items() for path, box in flat(below, (*key, name)).items()}
-
-    boxes = flat(env.observation_space, ())
-    for box in boxes.values():
-        if not isinstance(box, Box):
-            raise ConfigError(f"{env.spec.id} sees a {type(box).__name__} space; only a Box fits, or a Dict of them")
-    return boxes
-
-
-def _action(env: Any, names: Sequence[str]) -> Feature:
-    """Return the action of the task, whose entries have these names."""
-    from gymnasium.spaces import Box, Discrete
-
-    space = env.action_space
-    if isinstance(space, Discrete):
-        return Feature((int(space.n),), names=tuple(names), low=np.array(0), high=np.array(1), one_hot=True)
-    if not isinstance(space, Box) or not np.issubdtype(space.dtype, np.floating):
-        kind = space.dtype if isinstance(space, Box) else type(space).__name__
-        raise ConfigError(f"{env.spec.id} takes actions of {kind}; only a Box of floats fits, or Discrete")
-    low, high = space.low.reshape(-1), space.high.reshape(-1)
-    return Feature(low.shape, names=tuple(names), low=low, high=high)
-
-
-def _is_image(box: Any) -> bool:
-    return box.dtype == np.uint8 and len(box.shape) == 3
-
-
-def _named(boxes: Mapping[tuple[str, ...], Any]) -> dict[str, tuple[str, ...]]:
-    """Return {name of the observation: its keys}. An image is called by its last key; where two share that, by all."""
-    last = Counter(key[-1:] for key, box in boxes.items() if _is_image(box))
-    found: dict[str, tuple[str, ...]] = {}
-    for key, box in boxes.items():
-        if _is_image(box):
-            name = f"observation.images.{'_'.join(key[-1:] if last[key[-1:]] == 1 else key) or 'camera'}"
-        else:
-            name = f"observation.{'.'.join(key) or 'state'}"
-        if name in found:
-            raise ConfigError(
-                f"{'.'.join(found[name])} and {'.'.join(key)} of the task would both be {name}: rename one"
-            )
-        found[name] = key
-    return found
-
-
-def _at(raw: Any, key: tuple[str, ...]) -> Any:
-    for name in key:
-        raw = raw[name]
-    return raw
-
-
-def _feature(box: Any) -> Feature:
-    if not _is_image(box):
-        return Feature((math.prod(box.shape),))
-    if box.shape[2] not in (1, 3, 4):
-        raise ConfigError(f"an image must be [height, width, channel], not {list(box.shape)}")
-    return Feature(box.shape, "uint8")
+    """Return an exception in one line: as its traceback ends, and a hint if it is about drawing."""
+    draws = any(word in str(error) for word in ("OpenGL", "GLFW", "gladLoad", "EGL"))
+    return last_line(error) + ". No screen? Set MUJOCO_GL=egl (apt-get install libegl1)" * draws

@@ -9,6 +9,7 @@ from serl_client import Outcome
 from serl_client import messages as m
 from serl_client.controller import RandomPolicy
 from serl_client.episode import Segment
+from serl_client.errors import RobotFault
 from serl_client.runner import run_actor
 from serl_client.status import ActorStatus
 from serl_client.way_home import BEGIN
@@ -63,13 +64,13 @@ def test_one_driven_row_makes_it_a_demonstration(client, spec):
 
 
 def test_an_interrupted_one_that_nobody_has_driven_yet_is_discarded_and_one_without_rows_is_none(client, spec):
-    env = Teleop(spec, driven=[9])
+    env = Teleop(spec, driven=[9], clock="real")
     env.fails_at = 7
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(RobotFault, match="gone"):
         run(env, client)
     assert client.outcomes == [Outcome(client.episodes[0].episode, None, discard=True)]
     env.fails_at, client = 0, FakeClient(spec, "teleop")
-    with pytest.raises(OSError, match="gone"):
+    with pytest.raises(RobotFault, match="gone"):
         run(env, client)
     assert client.records == []
 

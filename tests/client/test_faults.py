@@ -70,17 +70,28 @@ def test_with_reset_by_the_operator_each_episode_waits_for_their_word(client, sp
 # -- faults
 
 
-class Failing(CountingEnv):
-    """A robot that fails in some steps, counted over all episodes, and where it is told to recover."""
+COLLISION = RobotFault("the arm touched the table", "collision")
 
-    def __init__(self, spec, fails_in=(), fails_to_recover=0):
-        super().__init__(spec)
+
+class Failing(CountingEnv):
+    """A robot that fails in some calls of one kind, counted over all episodes, and where it is told to recover."""
+
+    def __init__(self, spec, fails_in=(), fails_to_recover=0, *, call="step", error=COLLISION, clock="real"):
+        super().__init__(spec, clock=clock)
         self.fails_in, self.fails_to_recover, self.log = list(fails_in), fails_to_recover, []
+        self.call, self.error = call, error
+
+    def note(self, call):
+        self.log.append(call)
+        if call == self.call and self.log.count(call) in self.fails_in:
+            raise self.error
+
+    def reset(self, seed, **options):
+        self.note("reset")
+        return super().reset(seed, **options)
 
     def step(self, action):
-        self.log.append("step")
-        if self.log.count("step") in self.fails_in:
-            raise RobotFault("the arm touched the table", "collision")
+        self.note("step")
         return super().step(action)
 
     def stop(self):
@@ -93,7 +104,7 @@ class Failing(CountingEnv):
             raise RobotFault("the button is still pressed", "estop")
 
     def home(self, seed):
-        self.log.append("home")
+        self.note("home")
 
 
 class ReadyPerson:
@@ -140,7 +151,7 @@ def test_faults_in_ten_episodes_leave_ten_truncated_episodes_and_a_living_actor(
 def test_after_a_fault_nothing_moves_until_the_person_is_ready_and_then_it_goes_home(client, spec):
     env, status = Failing(spec, fails_in=[2], fails_to_recover=1), ActorStatus()
     run(env, client, episodes=2, operator=ReadyPerson(status), status=status)
-    between = env.log[env.log.index("step") + 2 : env.log.index("home", 2)]
+    between = env.log[env.log.index("stop") : env.log.index("home", 2)]
     assert set(between) == {"stop", "recover"}
     assert between.count("recover") == 2  # the first ready came while the button was pressed
     assert client.lengths == [1, 13]
@@ -158,6 +169,29 @@ def test_a_fault_ends_the_run_if_nobody_is_there_or_it_comes_a_third_time_within
     assert fault.value.kind == "collision"
     assert env.log[-1] == "stop"
     assert client.lengths == [1] * (3 if there else 1)
+
+
+@pytest.mark.parametrize("error", [COLLISION, KeyError("gripper"), OSError("no such device")])
+@pytest.mark.parametrize(("call", "lengths"), [("home", [13, 13]), ("reset", [13, 13]), ("step", [1, 13])])
+def test_a_simulated_environment_that_raises_is_made_again_and_nobody_is_asked(client, spec, call, error, lengths):
+    env = Failing(spec, [2], 1, call=call, error=error, clock="simulated")  # the first try to make it again fails, too
+    run(env, client, episodes=2)
+    assert client.lengths == lengths
+    assert [episode.truncated for episode in client.episodes] == [length == 1 for length in lengths]
+    assert env.log.count("recover") == 2
+
+
+@pytest.mark.parametrize("call", ["home", "reset", "step"])
+def test_a_simulated_environment_that_always_raises_ends_its_actor_with_the_last_line_once_all_is_delivered(
+    client, spec, call, caplog
+):
+    env, asked = Failing(spec, range(2, 99), call=call, error=KeyError("gripper"), clock="simulated"), []
+    client.drain = asked.append
+    with pytest.raises(RobotFault, match=r"^KeyError: 'gripper'\. This was fault 3 within 60 s: mend that first$"):
+        run(env, client, episodes=9, operator=ReadyPerson(ActorStatus()))
+    assert client.lengths == ([1] if call == "step" else [13])
+    assert asked
+    assert [record.exc_info[1] for record in caplog.records if record.exc_info] == 3 * [env.error]
 
 
 def test_a_verdict_after_a_fault_is_about_the_episode_that_it_cut_off(client, spec):

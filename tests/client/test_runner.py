@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from serl_client import Outcome
 from serl_client.controller import RandomPolicy, RemotePolicy
-from serl_client.errors import Refused
+from serl_client.errors import Refused, RobotFault
 from serl_client.runner import ROOM_PATIENCE
 from serl_client.starts import evaluation_seed, training_seed
 from serl_client.status import ActorStatus
@@ -139,7 +139,7 @@ def test_several_environments_do_each_a_part_of_an_evaluation_so_that_short_epis
     client = FakeClient(spec, "evaluate", episodes=5)
     client.script = {"wait 20": lambda: client.direct("evaluate", number=2, episodes=5)}
     client.script["wait 40"] = lambda: client.direct("collect", number=3, episodes=None)
-    run(env, client, episodes=2 * share + 3, share=(place, 3))
+    run(env, client, episodes=2 * share + 3, share=lambda: (place, 3))
     assert env.seeds[: 2 * share] == 2 * [evaluation_seed(3, k) for k in range(share)]
     assert max(env.seeds[2 * share :]) < evaluation_seed(0, 0)
 
@@ -330,7 +330,8 @@ def test_teleop_needs_an_operator(env, spec):
 
 def test_an_environment_that_fails_leaves_a_truncated_episode_and_a_stopped_robot(env, client):
     env.fails_at = 7
-    with pytest.raises(OSError, match="the robot is gone"):
+    env.clock = "real"
+    with pytest.raises(RobotFault, match="OSError: the robot is gone"):
         run(env, client)
     (episode,) = client.episodes
     assert (len(episode), episode.truncated, client.outcomes) == (7, True, [])

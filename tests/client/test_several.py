@@ -8,7 +8,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from serl_client.several import run_several
+from serl_client.several import Share, run_several
+
+from tests.shared.common import until
 
 PARENT = """
 import sys
@@ -24,20 +26,21 @@ if __name__ == "__main__":
 """
 
 
-def fails_alone(folder: Path, place: int) -> None:
-    """Number 1 fails once the others are there; they would wait for ever."""
+def fails_alone(folder: Path, place: int, share: Share) -> None:
+    """Number 1 of three fails once the others are there; they go on until its work is theirs."""
+    (folder / f"begun {place}").touch()
     if place == 1:
-        (folder / "fifo").open("w").close()
+        until(lambda: len([*folder.glob("begun *")]) == 3)
         sys.exit("error: it fails")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    (folder / "fifo").open("r").close()
-    try:
-        signal.pause()
-    except KeyboardInterrupt:
-        (folder / f"ended {place}").touch()
+    until(lambda: share() == (place // 2, 2))
+    (folder / f"ended {place}").touch()
 
 
-def waits(folder: Path, place: int) -> None:
+def fails(place: int, share: Share) -> None:
+    sys.exit("error: it fails")
+
+
+def waits(folder: Path, place: int, share: Share) -> None:
     """Says that it is there, then waits; keeps the pipe `alive` open while it lives."""
     alive = (folder / "alive").open("w")
     alive.write(str(place))
@@ -46,12 +49,14 @@ def waits(folder: Path, place: int) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_fails_ends_the_others_and_all_that_end_well_are_a_success(tmp_path, capfd):
-    os.mkfifo(tmp_path / "fifo")
-    assert run_several(2, partial(fails_alone, tmp_path)) == 1
-    assert (tmp_path / "ended 0").exists()
+def test_the_others_go_on_without_one_that_fails_and_do_its_share_and_only_if_all_fail_has_the_command(
+    tmp_path, capfd, caplog
+):
+    assert run_several(3, partial(fails_alone, tmp_path)) == 0
+    assert {path.name for path in tmp_path.glob("ended *")} == {"ended 0", "ended 2"}
     assert "error: it fails" in capfd.readouterr().err
-    assert run_several(2, abs) == 0
+    assert "environment 1 ended with status 1; 2 go on" in caplog.text
+    assert run_several(2, fails) == 1
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 130), (signal.SIGKILL, -9)])

@@ -106,6 +106,17 @@ def test_a_vector_becomes_the_state_flattened_a_dict_keeps_its_names_and_images_
     assert env.spec.fps == 20
 
 
+def test_choices_and_flags_of_an_observation_are_vectors():
+    seen = spaces.Dict(goal=spaces.Discrete(3, start=1), tools=spaces.MultiDiscrete([2, 3]), on=spaces.MultiBinary(2))
+    env = env_of(observation=seen)
+    env._env.unwrapped.seen = lambda call: {"goal": 2, "tools": np.array([1, 2]), "on": np.array([0, 1], np.int8)}
+    found = {name: array.tolist() for name, array in env.reset(0).items()}
+    assert found == {
+        "observation.goal": [0, 1, 0], "observation.tools": [0, 1, 0, 0, 1], "observation.on": [0, 1],
+    }  # fmt: skip
+    check_rows(env, env.step(None).observation)
+
+
 def test_an_observation_is_the_callers_own():
     env = env_of(observation=spaces.Box(-9, 9, (3,), np.float32))
     first = env.reset(0)["observation.state"]
@@ -213,22 +224,24 @@ def test_a_seed_names_a_start():
 
 ALIKE = spaces.Dict({"a": spaces.Dict(b=VECTOR), "a.b": VECTOR})
 CHANNELS_FIRST = spaces.Box(0, 255, (3, 40, 60), np.uint8)
-NOBODY_DRIVES = r"takes one of 3 actions, which nobody can drive: say task\.env\.operator=none"
+NOBODY_DRIVES = r"takes 3 choices, which nobody can drive: say task\.env\.operator=none"
+UNBOUNDED = spaces.Box(-np.inf, np.inf, (2,))
 
 
 @pytest.mark.parametrize(
     ("options", "words", "sentence"),
     [
         ({"action": spaces.Box(0, 5, (2,), np.int64)}, {}, "int64"),
-        ({"action": spaces.Box(-np.inf, np.inf, (2,))}, {}, "finite"),
-        ({"observation": spaces.Discrete(4)}, {}, "a Discrete"),
+        ({"action": UNBOUNDED}, {}, r"without bounds: say how large they are, as in task\.env\.scale=1\.0"),
+        ({"action": UNBOUNDED}, {"scale": [1.0, 2.0, 3.0]}, r"takes 2 numbers: give task\.env\.scale one, or as many"),
+        ({"action": UNBOUNDED}, {"scale": -1.0}, r"task\.env\.scale=-1\.0 makes no range of actions"),
         ({"observation": CHANNELS_FIRST}, {}, "channel"),
-        ({"fps": None}, {}, "give fps"),
+        ({"fps": None}, {"clock": "real"}, r"does not say its rate: say task\.env\.fps="),
         ({"observation": spaces.Tuple((VECTOR, VECTOR))}, {}, "a Tuple"),
         ({"action": spaces.Dict(arm=ACTION)}, {}, "actions of Dict; only a Box of floats fits, or Discrete"),
         ({"observation": ALIKE}, {}, "a.b and a.b of the task would both be observation.a.b"),
         ({"action": spaces.Discrete(1)}, {}, "N >= 2"),
-        ({"action": spaces.MultiDiscrete([2, 3])}, {}, "MultiDiscrete"),
+        ({"action": spaces.MultiBinary(3)}, {"operator": "keyboard", "clock": "real"}, NOBODY_DRIVES),
         ({"action": spaces.Discrete(3)}, {"operator": "keyboard", "clock": "real"}, NOBODY_DRIVES),
         ({"misspelt": 1}, {}, "misspelt"),
         ({}, {"names": ["x"]}, "takes actions of 2 entries"),
@@ -269,8 +282,64 @@ def test_a_choice_is_one_hot_its_largest_entry_is_taken_and_that_is_what_was_exe
     assert held.step(None).executed.tolist() == [0, 0, 1]
 
 
-def test_a_rate_that_is_given_wins():
+@pytest.mark.parametrize(
+    ("space", "asked", "executed", "taken"),
+    [
+        (spaces.MultiDiscrete([2, 3]), [0.2, 0.1, 0, 0.4, 0.9], [1, 0, 0, 0, 1], [0, 2]),
+        (spaces.MultiDiscrete([[2], [2]], start=[[5], [-1]]), [0, 1, 1, 0], [0, 1, 1, 0], [[6], [-1]]),
+        (spaces.MultiBinary(3), [0.6, 0.2, 1], [1, 0, 1], [1, 0, 1]),
+        (spaces.MultiBinary([1, 2]), [0, 0.9], [0, 1], [[0, 1]]),
+    ],
+)
+def test_choices_are_one_hot_groups_or_flags_for_any_algorithm_of_numbers(space, asked, executed, taken):
+    env = env_of(action=space)
+    assert (env.spec.action.low.tolist(), env.spec.action.high.tolist()) == ([0] * len(asked), [1] * len(asked))
+    env.reset(0)
+    assert env.step(np.array(asked, np.float32)).executed.tolist() == executed
+    assert env._env.unwrapped.action.tolist() == taken
+    assert env._env.unwrapped.action.dtype == space.dtype
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "scale", "bounds"),
+    [
+        ([-np.inf] * 2, [np.inf] * 2, 3.0, ([-3, -3], [3, 3])),
+        ([-np.inf, 0], [1, np.inf], [4.0, 2.0], ([-4, 0], [1, 2])),
+        ([-1, -1], [1, 1], 3.0, ([-1, -1], [1, 1])),
+    ],
+)
+def test_an_action_without_bounds_has_those_of_its_scale(low, high, scale, bounds):
+    env = GymEnv("Task-v0", options={"action": spaces.Box(np.array(low), np.array(high), dtype=float)}, scale=scale)
+    assert (env.spec.action.low.tolist(), env.spec.action.high.tolist()) == bounds
+
+
+def test_a_rate_that_is_given_wins_and_a_simulated_task_needs_none():
     assert GymEnv("Task-v0", fps=5).spec.fps == 5
+    assert env_of(fps=None).spec.fps == 30
+
+
+def test_a_task_that_has_raised_is_made_again_with_its_script(monkeypatch):
+    env = GymEnv("Task-v0", operator="scripted", script=lambda task: Scripted(task))
+    first, closed = env._env, []
+    monkeypatch.setattr(first, "close", lambda: closed.append(first) or 1 / 0)
+    env.recover()
+    assert (closed, env._env is first) == ([first], False)
+    assert env._intervention._teleop.hands == [env._env]
+    env.reset(0)
+    monkeypatch.setattr(Task, "seen", lambda self, call: 1 / 0)
+    with pytest.raises(RobotFault, match=r"Task-v0 failed in make\(\): ZeroDivisionError: division by zero"):
+        env.recover()
+
+
+def test_what_a_task_returns_by_mistake_is_its_failure_too(monkeypatch):
+    env = env_of()
+    env.reset(0)
+    for reward, info in ((None, {}), (0.0, None)):
+        monkeypatch.setattr(
+            Task, "step", lambda self, action, it=(reward, info): (self.raw, it[0], False, False, it[1])
+        )
+        with pytest.raises(RobotFault, match=r"Task-v0 failed in step\(\): "):
+            env.step(None)
 
 
 def test_nobody_can_demonstrate(env):

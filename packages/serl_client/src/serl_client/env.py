@@ -33,7 +33,8 @@ class Step:
 
 
 class Env(Protocol):
-    """Describes what the runner drives: a RobotEnv, or any gymnasium task. Each method may raise RobotFault."""
+    """Describes what the runner drives: a RobotEnv, or any gymnasium task. Each method may raise RobotFault; whatever
+    else it raises is taken for one."""
 
     spec: Spec
     task: str  # the task in words: the prompt of a policy that reads one
@@ -73,7 +74,8 @@ class Env(Protocol):
         """Hold now; may be called twice."""
 
     def recover(self) -> None:
-        """Clear a RobotFault, once a person has said that the robot may move again; hold."""
+        """Clear a RobotFault, and hold. Of a real robot, once a person has said that it may move again; a simulated one
+        is made again where that can help."""
 
     def close(self) -> None:
         """Give the devices back; may be called twice."""

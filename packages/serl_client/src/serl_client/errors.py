@@ -19,6 +19,7 @@ import errno
 from serl_client.names import cleaned
 
 MOST = 4000  # characters of an error's text
+MOST_QUOTED = 300  # characters of what others' code says of its error
 
 
 class RetakeError(Exception):
@@ -91,6 +92,12 @@ KINDS = {
 TRANSIENT = (
     errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT,
 )  # fmt: skip
+
+
+def last_line(error: BaseException) -> str:
+    """Return an exception as its traceback ends, on one line: its kind, and the first words of its text."""
+    words = " ".join(str(error).split())
+    return type(error).__name__ + f": {words[:MOST_QUOTED]}" * bool(words)
 
 
 def is_machines(error: BaseException | None) -> bool:

@@ -11,15 +11,15 @@ from serl_client.controller import Controller, by_chance
 from serl_client.env import Env
 from serl_client.episode import Stamp
 from serl_client.episode_state import EpisodeState
-from serl_client.errors import ConfigError, RobotFault, TrainerError
-from serl_client.faults import Faults
+from serl_client.errors import ConfigError, RetakeError, RobotFault, TrainerError
+from serl_client.faults import Faults, as_fault
 from serl_client.frames import Frames
 from serl_client.names import cleaned
 from serl_client.person import VERDICTS, Operator, Person
 from serl_client.recorder import Recorder
 from serl_client.signals import interrupted_by_signals, without_long_collections
 from serl_client.spec import Array
-from serl_client.starts import Starts
+from serl_client.starts import Starts, alone
 from serl_client.status import ActorStatus
 from serl_client.way_home import NAP, WayHome
 
@@ -37,7 +37,7 @@ GAP = 2.0  # periods between an observation and the command that answers it, unt
 def run_actor(
     env: Env, controller: Controller, client: TrainerClient, *, seed: int, operator: Operator | None = None,
     reset: str = "auto", on_episode: Callable[[Mapping[str, Any]], None] = lambda episode: None,
-    status: ActorStatus | None = None, share: tuple[int, int] = (0, 1),
+    status: ActorStatus | None = None, share: Callable[[], tuple[int, int]] = alone,
 ) -> None:  # fmt: skip
     """Follow the learner's directives until one says stop. The robot is stopped however this ends.
 
@@ -46,11 +46,12 @@ def run_actor(
     on_episode: is called with the numbers of each finished episode. share: see Starts.
 
     A demonstration waits until the operator says ready, or moves a device that drives the robot. One that nobody drove
-    is discarded. A RobotFault cuts the episode off. The robot holds until the operator says ready; then it goes home.
+    is discarded. A RobotFault, or whatever else the environment raises, cuts the episode off. A real robot holds until
+    the operator says ready; then it goes home. A simulated one is made again (Env.recover).
 
-    Raises RobotFault if no operator has a terminal, or for the third one within a minute, TrainerError when the learner
-    refuses this actor, KeyboardInterrupt for SIGINT, SIGTERM and SIGHUP, and whatever else the environment raises.
-    Raises ConfigError if `reset` is unknown, or needs an operator and there is none.
+    Raises RobotFault if no operator of a real robot has a terminal, or for the third one within a minute, once what was
+    recorded is delivered. Raises TrainerError when the learner refuses this actor, KeyboardInterrupt for SIGINT,
+    SIGTERM and SIGHUP, and ConfigError if `reset` is unknown, or needs an operator and there is none.
     """
     if reset not in RESETS:
         raise ConfigError(f"reset={reset} is unknown; use {' or '.join(RESETS)}")
@@ -62,14 +63,20 @@ def run_actor(
     policies = {"trained": controller, **by_chance(env.spec, seed)}
     actor = _Actor(env, policies, client, starts, Person(operator, client, status), reset, on_episode, status)
     with interrupted_by_signals(), without_long_collections():
+        fault = None
         try:
             actor.run()
+        except RobotFault as error:
+            fault = error
+            status.warn(f"{error}. The actor ends")
         finally:
             status.driver = "IDLE"
             env.stop()
         if not client.drain(FAREWELL):
             records, size = client.pending
             status.warn(f"{records} records ({size >> 20} MiB) stay in the outbox; they are sent at the next start")
+        if fault:
+            raise fault
 
 
 class _Actor:
@@ -97,20 +104,24 @@ class _Actor:
                     self._run_episode(mode)
                 else:
                     self._way.wait_as("PAUSED" if self._person.is_paused else "IDLE")
-            except RobotFault as fault:
-                self._fail(fault)
+            except Exception as error:
+                if isinstance(error, RetakeError) and not isinstance(error, RobotFault):
+                    raise
+                self._fail(as_fault(error))
 
     def _fail(self, fault: RobotFault) -> None:
-        """Say what happened and what to do. Raises the fault if nobody is there, or if it happens too often."""
-        if not self._person.is_there:
+        """Say what happened and what to do. Raises the fault if nobody is there who could look at a real robot, or if
+        it happens too often."""
+        if self._is_real and not self._person.is_there:
             raise fault
         self._faults.add(fault)
-        self._status.warn(f"{fault.kind}: {fault}. The robot holds. Look at it, then press r: it goes home and on")
+        cure = "The robot holds. Look at it, then press r: it goes home and on"
+        self._status.warn(f"{fault.kind}: {fault}. {cure if self._is_real else 'The environment is made again'}")
         self._person.ask()
 
     def _recover(self) -> None:
-        """Hold until a person says ready, then clear the fault."""
-        if not self._person.is_ready:
+        """Clear the fault; a real robot holds until a person says ready."""
+        if self._is_real and not self._person.is_ready:
             self._way.wait_as("FAULT")
             return
         self._env.recover()

@@ -1,7 +1,7 @@
 """Chooses the random seed of each episode's start, so that training and evaluation never share one."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import xxhash
@@ -10,14 +10,20 @@ TRAINING_SEEDS = 1_000_000_000
 EVALUATION_SEEDS = 10_000  # for one session
 
 
+def alone() -> tuple[int, int]:
+    """Return the share of an environment that is the only one of its command."""
+    return 0, 1
+
+
 class Starts:
     """Gives each episode of a session its start. Each directive that evaluates gets the same list of starts.
 
-    share: (place, of) of this environment among several of one command. Each does its part of an evaluation's episodes,
-        and no more. The first ones to end would be the short ones, and successes are shorter than failures.
+    share: returns (place, of) of this environment among those of one command that are left. Each does its part of an
+        evaluation's episodes, and no more. The first ones to end would be the short ones, and successes are shorter
+        than failures.
     """
 
-    def __init__(self, seed: int, session: str, share: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, seed: int, session: str, share: Callable[[], tuple[int, int]] = alone) -> None:
         self._seed, self._session, self._share = seed, session, share
         self._begun, self._ended = Counter[int](), Counter[int]()  # evaluation episodes, by the directive's number
 
@@ -33,7 +39,7 @@ class Starts:
 
         is_heard: the learner is there. It then tells an environment that is alone when it has enough of them.
         """
-        place, of = self._share
+        place, of = self._share()
         asked = directive.get("episodes")
         if (of == 1 and is_heard) or directive["mode"] != "evaluate" or asked is None:
             return True
