@@ -28,6 +28,7 @@ from serl_launcher.training.origin import origin
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.ranks import Ranks, launch_ranks
 from serl_launcher.training.resuming import check_resumable, free_settings, kept_settings
+from serl_launcher.training.seen import told
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ def _learner(
 ) -> Learner:  # fmt: skip
     resumes = check_resumable(run_dir / "checkpoints", config, plan_of(config))
     ranks = _ranks(config, spec, world, begins=not resumes and bool(config["from"]))
+    log.info("%s", told(config, ranks.algorithm, spec))
     plan = plan_of(config, set(ranks.algorithm.windows)).only(config.phase)
     for note in plan.notes:
         log.info("%s", note)
