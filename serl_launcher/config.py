@@ -192,6 +192,21 @@ def changeable(config: DictConfig, name: str) -> set[str]:
     return {f"{name}.{option}" for option in of_class}.union(*below)
 
 
+def cameras(config: DictConfig) -> dict[str, list[str]]:
+    """Return {word of the command line: the cameras that it names} for each part of a resolved config that has one."""
+    algo = OmegaConf.to_container(config.algo)
+    own = OmegaConf.to_container(config.policy) if isinstance(algo, Mapping) and "policy" in algo else {}
+    found = {where: names for where, names in _cameras(algo, "algo") if not where.startswith("algo.policy.")}
+    return {**dict(_cameras(own, "policy")), **found}
+
+
+def _cameras(tree: Any, where: str) -> Iterator[tuple[str, list[str]]]:
+    for key, value in tree.items() if isinstance(tree, Mapping) else ():
+        if key == "cameras":
+            yield f"{where}.{key}", [value] if isinstance(value, str) else list(value)
+        yield from _cameras(value, f"{where}.{key}")
+
+
 def _read_groups(config: DictConfig) -> list[str]:
     """Return the groups of REMEMBERED that a run of this unresolved config reads: the algorithm, and what it names."""
     text = str(OmegaConf.to_container(config, resolve=False))

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from serl_client.errors import ConfigError, RetakeError, full_disk
@@ -24,7 +24,7 @@ from serl_client.frames import MAX_HISTORY
 from serl_client.lockfile import lock_folder, sign
 from serl_client.names import cleaned
 
-from serl_launcher.config import saved
+from serl_launcher.config import cameras, saved
 from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import FINISH_S, recorded, wanted
 from serl_launcher.error_log import ERRORS, first_line, write_traceback
@@ -99,8 +99,23 @@ def describe_store(config: DictConfig, plan: Plan) -> None:
     with open_dict(config):
         config.store = {
             "capacities": plan.capacities, "archived": sorted(plan.archived), "on_silence": plan.on_silence,
-            "extras": config.extras, "history": history,
+            "extras": config.extras, "history": history, "unread": _unread(config, plan),
         }  # fmt: skip
+
+
+def _unread(config: DictConfig, plan: Plan) -> dict[str, Any] | None:
+    """Return what becomes of a simulated robot's images that this run does not read, for Welcomes; None: they are kept.
+
+    They are if the plan trains nothing, because it may be another one that reads them, and if somebody looks at them.
+    """
+    words = cameras(config)
+    names = sorted({name for several in words.values() for name in several})
+    trains = any(phase.updates for phase in plan.phases.values())
+    shown = config.unread_images or plan.archived or config.export.sources == "all" or config.live is not None
+    if not words or "all" in names or not trains or shown or config.record != "none":
+        return None
+    seen = " ".join(f"'{where}=[all]'" for where in words)
+    return {"cameras": names, "say": f"say {seen} to see it, or unread_images=true to store it all the same"}
 
 
 def _follow(config: DictConfig) -> int:

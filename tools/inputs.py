@@ -26,14 +26,13 @@ from typing import Any
 
 import torch
 from serl_client.errors import ConfigError
-from serl_client.spec import Spec
+from serl_client.spec import IMAGES, Spec
 from serl_client.words import check_choice
 from torch import Tensor
 
 from serl_launcher.acting.host import PolicyHost
 from serl_launcher.config import saved
 from serl_launcher.error_log import in_one_sentence
-from serl_launcher.networks.vision import IMAGES
 from serl_launcher.policies.base import Policy
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.verdicts import rewards_of_run

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from serl_client.errors import ConfigError
+from serl_client.spec import IMAGES
 from torch import Tensor
 
 from serl_launcher.networks.seeded_noise import uniform
-from serl_launcher.networks.vision import IMAGES
 from serl_launcher.types import Batch
 
 GREY = 127.5  # value that a change of contrast leaves as it is

@@ -43,7 +43,10 @@ class StateEncoder(nn.Module):
         self.sizes = {name: math.prod(floats[name].shape) for name in sorted(floats)}
         self.size = sum(self.sizes.values())
         if not self.size:
-            raise ConfigError(f"no observation of {sorted(spec.observation)} is a float: nothing for a state policy")
+            raise ConfigError(
+                f"no observation of {sorted(spec.observation)} is a float: nothing for a state policy. To see cameras, "
+                "say algo=rlpd_pixels, or name them, as in 'policy.encoder.cameras=[all]'"
+            )
         self.register_buffer("mean", torch.zeros(self.size))
         self.register_buffer("std", torch.ones(self.size))
 

@@ -4,13 +4,12 @@ from collections.abc import Sequence
 
 import torch
 from serl_client.errors import ConfigError
-from serl_client.spec import Spec
+from serl_client.spec import IMAGES, Spec
 from torch import Tensor, nn
 
 from serl_launcher.networks.mlp import StateEncoder
 from serl_launcher.types import Observation
 
-IMAGES = "observation.images."
 ALL = "all"
 GROUP = 8  # channels per group of GroupNorm; BatchNorm would make a row's result depend on the rest of the batch
 
@@ -83,14 +82,15 @@ class ObservationEncoder(nn.Module):
 
 def images_of(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:
     """Return the names of these cameras' images in a Spec; `all`: of every camera. Raises as ObservationEncoder."""
-    there = sorted(name for name in spec.observation if name.startswith(IMAGES))
+    there = spec.images
     if ALL in cameras:
         if not there:
             raise ConfigError(
                 "the policy needs cameras, and this robot has none: say task.cameras=true if the task offers it, "
-                "or name no camera (cameras=[]), to see states alone"
+                "or name no camera (cameras=[]), to see states alone. A run that began without them stores none: say "
+                "another run_dir=..."
             )
-        return tuple(there)
+        return there
     names = [IMAGES + camera for camera in cameras]
     if unknown := [camera for camera, name in zip(cameras, names, strict=True) if name not in there]:
         has = ", ".join(name.removeprefix(IMAGES) for name in there) or "none: say task.cameras=true"

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from serl_client.errors import ConfigError
-from serl_client.spec import Spec
+from serl_client.spec import IMAGES, Spec
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +31,7 @@ from serl_launcher.networks import compiler
 from serl_launcher.networks.attention import attention, bias, joined
 from serl_launcher.networks.mlp import StateEncoder
 from serl_launcher.networks.prompt import Prompt
-from serl_launcher.networks.vision import ALL, IMAGES
+from serl_launcher.networks.vision import ALL
 from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.policies.heads.base import Head
 from serl_launcher.policies.pi0_checkpoint import load_pretrained

@@ -49,13 +49,13 @@ class Server:
     keys: the folder of those who are let in (access.py); without one `public` has to be a loopback address.
     on_silence {source: seconds}: after how much silence of its actor an open episode is truncated; for other sources
     the actor's clock says it.
-    extras, history: see Welcomes.
+    extras, history, unread: see Welcomes.
     """
 
     def __init__(
         self, run_dir: Path, capacities: Mapping[str, int], *, public: str, local: str, inference: str,
         archived: Collection[str] = (), keys: Path | None = None, on_silence: Mapping[str, float] | None = None,
-        extras: Mapping[str, Any] | None = None, history: int = 1,
+        extras: Mapping[str, Any] | None = None, history: int = 1, unread: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.weights = WeightFiles(run_dir / "weights")
         self.keeper = StoreKeeper(run_dir, capacities, archived)
@@ -67,7 +67,7 @@ class Server:
         self.intake = Intake(self.keeper, self.access, self.peers, self.failures, self.updates)
         self.welcomes = Welcomes(
             self.keeper, self.peers, self.access.connections, self.intake, self.updates, self.failures,
-            inference=inference, extras=extras or {}, history=history,
+            inference=inference, extras=extras or {}, history=history, unread=unread,
         )  # fmt: skip
         self._stopping, self._started = False, clock.monotonic()
         self._handlers: dict[type, Callable[[Peer, Any], m.Message | None]] = {
@@ -290,12 +290,13 @@ def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None
     `config.store` holds what the server needs of the plan: the launcher writes it before it starts us.
     """
     log_as("server", logging.WARNING)
-    logging.getLogger("serl_launcher.store.files").setLevel(logging.INFO)  # it logs how large the store will be
+    for told in ("store.files", "service.welcome"):  # how large the store will be, and what it leaves out
+        logging.getLogger(f"serl_launcher.{told}").setLevel(logging.INFO)
     host = "*" if config.host == "0.0.0.0" else config.host
     store: Any = OmegaConf.to_container(config.store)
     serve(
         run_dir, store["capacities"], public=f"tcp://{config.host}:{config.port}", local=local,
         inference=f"tcp://{host}:{config.inference_port}", archived=store["archived"], on_silence=store["on_silence"],
         keys=Path(config["keys"]) if config["keys"] else None, extras=store["extras"], history=store["history"],
-        begun=begun,
+        unread=store["unread"], begun=begun,
     )  # fmt: skip

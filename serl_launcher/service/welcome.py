@@ -3,6 +3,7 @@
 A Hello alone ends nobody, as it may be the late echo of a connection that is dead. The first message after it does.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from serl_client import clock
 from serl_client import messages as m
 from serl_client.errors import Refused, Replaced, ServerFailed
-from serl_client.spec import Spec
+from serl_client.spec import IMAGES, Spec
 
 from serl_launcher.service.connections import CONNECTIONS, Connections
 from serl_launcher.service.failures import Failures, Request
@@ -20,6 +21,8 @@ from serl_launcher.service.peers import Address, KeyOwner, Peer, check_hello
 from serl_launcher.service.updates import StateUpdates
 from serl_launcher.store.extras import with_extras
 
+log = logging.getLogger(__name__)
+
 SECOND = "another client named {} has connected; give each actor its own name"
 
 
@@ -27,16 +30,19 @@ class Welcomes:
     """Answers each Hello, and keeps `peers`.
 
     inference: the address that answers InferenceRequests. extras: what the algorithm adds to each robot's rows.
-    history: observations of a question.
+    history: observations of a question. unread: of a run that stores no images but those that it reads, where its
+    robot is simulated: {cameras: whose images it reads, say: how to have the others}; None: it stores all.
     """
 
     def __init__(
         self, keeper: StoreKeeper, peers: dict[Address, Peer], connections: Connections, intake: Intake,
         updates: StateUpdates, failures: Failures, *, inference: str, extras: Mapping[str, Any], history: int,
+        unread: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._keeper, self._peers, self._intake, self._updates = keeper, peers, intake, updates
         self._connections = connections
         self._failures, self._inference, self._extras, self._history = failures, inference, extras, history
+        self._unread = unread
         self.over_because = ""  # why no actor is let in any more
         self._waiting: list[tuple[Peer, Request]] = []  # for their sessions to be durable
 
@@ -116,6 +122,8 @@ class Welcomes:
         if hello.spec is None or not hello.session or not hello.outbox:
             raise Refused("an actor's Hello names its session, its outbox and its Spec")
         spec = with_extras(Spec.from_dict(hello.spec), self._extras)
+        if hello.paced:
+            spec = self._stored(spec)
         if self._keeper.store is None:
             self._keeper.make(spec)
         store = self._keeper.ready
@@ -126,6 +134,20 @@ class Welcomes:
             )
         earlier, key = [session for session, _ in hello.earlier], owner.name if owner else ""
         store.lives.hello(hello.actor, hello.outbox, hello.session, earlier, owner=key, simulated=hello.paced)
+
+    def _stored(self, spec: Spec) -> Spec:
+        """Return a simulated robot's Spec without the images that this run does not store."""
+        if store := self._keeper.store:
+            return spec.without(set(spec.images) - store.spec.observation.keys())
+        if self._unread is None:
+            return spec
+        read = {IMAGES + camera for camera in self._unread["cameras"]}
+        left = spec.without(set(spec.images) - read)
+        if names := sorted(spec.observation.keys() - left.observation.keys()):
+            size = sum(spec.observation[name].nbytes for name in names) / 1e3
+            told = "not stored, because nothing of this run reads it: %s, %.0f kB a step; %s, in another run_dir"
+            log.info(told, ", ".join(names), size, self._unread["say"])
+        return left
 
     def _namesakes(self, hello: m.Hello) -> list[Peer]:
         """The clients of this role and name that have said something after their Hello."""

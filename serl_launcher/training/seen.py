@@ -1,14 +1,10 @@
 """Says at the start what the policy sees of a robot, and what is stored for nobody: why, and what to say to see it."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
-from serl_client.spec import Spec
+from omegaconf import DictConfig
+from serl_client.spec import IMAGES, Spec
 
 from serl_launcher.algorithms.base import Algorithm
-
-IMAGES = "observation.images."
+from serl_launcher.config import cameras
 
 
 def told(config: DictConfig, algorithm: Algorithm, spec: Spec) -> str:
@@ -29,21 +25,6 @@ def told(config: DictConfig, algorithm: Algorithm, spec: Spec) -> str:
     if others:
         said += f"; stored, not seen: {', '.join(others)} (because states are float32: let the task give such numbers)"
     return said
-
-
-def cameras(config: DictConfig) -> dict[str, list[str]]:
-    """Return {the word on the command line: the cameras that it names} for all of a config that reads images."""
-    algo = OmegaConf.to_container(config.algo)
-    own = OmegaConf.to_container(config.policy) if isinstance(algo, Mapping) and "policy" in algo else {}
-    found = dict(_cameras(own, "policy"))
-    return found | {where: names for where, names in _cameras(algo, "algo") if not where.startswith("algo.policy.")}
-
-
-def _cameras(tree: Any, where: str) -> Iterator[tuple[str, list[str]]]:
-    for key, value in tree.items() if isinstance(tree, Mapping) else ():
-        if key == "cameras":
-            yield f"{where}.{key}", [value] if isinstance(value, str) else list(value)
-        yield from _cameras(value, f"{where}.{key}")
 
 
 def _short(name: str) -> str:

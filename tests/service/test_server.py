@@ -321,6 +321,46 @@ def test_a_run_takes_a_spec_that_says_more_and_keeps_its_own(server, act, spec):
         assert link.hello(5.0).spec == spec.to_dict() != said.to_dict()
 
 
+CAMERAS = {f"observation.images.{name}": Feature((4, 6, 3), "uint8") for name in ("cam", "wrist")}
+
+
+@pytest.mark.parametrize(
+    ("paced", "unread", "stored"),
+    [
+        (True, {"cameras": [], "say": "say so"}, []),
+        (True, {"cameras": ["wrist"], "say": "say so"}, ["observation.images.wrist"]),
+        (True, None, [*CAMERAS]),
+        (False, {"cameras": [], "say": "say so"}, [*CAMERAS]),  # a real robot's minutes are not repeated
+    ],
+)
+def test_images_of_a_simulated_robot_that_nothing_reads_are_neither_stored_nor_sent(
+    serve, join, paced, unread, stored, caplog
+):
+    caplog.set_level("INFO", "serl_launcher.service.welcome")
+    server = serve(unread=unread)
+    spec = tiny_spec(observation={STATE: Feature((8,)), **CAMERAS})
+    client = join(server, spec=spec, paced=paced)
+    assert client.spec.images == tuple(stored)
+    client.push(blank_segment(client.spec, "e0", ends="terminated"))
+    assert client.drain(PATIENCE)
+    seen = {name: np.zeros(feature.shape, feature.dtype) for name, feature in spec.observation.items()}
+    asked = []
+    client._network.questions = asked
+    client.ask(seen, step=0, seed=0, previous_action=None, reset=True, explore=True, task="")
+    assert sorted(asked[0][1].arrays) == sorted([STATE, *stored])
+    again = join(server, "again", spec=spec, paced=paced, told=False)  # the run keeps to what it began with
+    assert connected(again).spec == client.spec
+    assert ("not stored, because nothing of this run reads it" in caplog.text) is (len(stored) < 2)
+
+
+def test_a_run_without_an_image_refuses_a_real_robot_that_has_one(serve, act, spec):
+    server = serve()
+    act(server)
+    more = tiny_spec(observation={STATE: Feature((8,)), **CAMERAS})
+    with server.link("actor", "other", spec=more) as link, pytest.raises(Refused, match=r"images\.cam\.shape: None"):
+        link.hello(5.0)
+
+
 def test_a_hello_of_another_version_is_told_so_whatever_else_it_holds(server):
     """And in the words that a client of protocol 3 understands: type, kind, text and final, and nothing else."""
     strange = {"type": "Hello", "protocol": [3, 4], "role": "actor", "actor": "arm", "new": 1}

@@ -94,7 +94,8 @@ class TrainerClient(Closing):
         """Ask for the actions from step `step` on. A newer question replaces one that was not sent yet."""
         self.check()
         self._asked += 1
-        arrays = asked(observation, previous_action, prefix)
+        stored = {name: observation[name] for name in self.spec.observation}  # the learner knows no others
+        arrays = asked(stored, previous_action, prefix)
         question = InferenceRequest(step, seed, reset, explore, task, arrays, committed)
         self._network.questions.append((self._asked, question))
         self._network.wake()

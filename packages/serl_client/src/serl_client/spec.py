@@ -1,7 +1,7 @@
 """Describes a robot's observation and action spaces (Spec): names, shapes, dtypes, units, bounds, discrete choices."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ ROW = {  # columns of every row
     "reward": "float32", "intervened": "bool", "chunk_start": "bool", "time": "float64", "gap": "bool",
     "chunk_delay": "uint16",
 }  # fmt: skip
+IMAGES = "observation.images."
 UNITS = ("rad", "deg", "m", "percent", "")  # of a vector's entries; "": none
 CODECS = ({"name": "raw"},)  # how images travel; raw: as their numbers
 UNSAID = (".units", ".low", ".high", ".neutral", ".codec.name")  # what a feature may leave out and still be the same
@@ -207,12 +208,24 @@ class Spec:
             raise ConfigError(f"this is no Spec: {error!r}") from None
 
     def widened(self, run: Mapping[str, Any]) -> "Spec":
-        """Return the Spec of a run, which `run` describes: this one with further extras. Raises Refused for another."""
+        """Return the Spec of a run, which `run` describes: this one with further extras, and without images that the
+        run leaves out. Raises Refused for another."""
         spec = Spec.from_dict(run)
         own = {name: feature for name, feature in spec.extras.items() if name in self.extras}
-        if difference := replace(spec, extras=own).difference(self):
+        left_out = {name for name in self.images if name not in spec.observation}
+        if difference := replace(spec, extras=own).difference(self.without(left_out)):
             raise Refused(f"the learner's run is of another robot (the run, yours): {difference}")
         return spec
+
+    @property
+    def images(self) -> tuple[str, ...]:
+        """The names of the cameras' images, sorted."""
+        return tuple(sorted(name for name in self.observation if name.startswith(IMAGES)))
+
+    def without(self, names: Collection[str]) -> "Spec":
+        """Return this Spec without these observations; this one itself where no other would be left."""
+        left = {name: feature for name, feature in self.observation.items() if name not in names}
+        return replace(self, observation=left) if left else self
 
     def difference(self, other: "Spec") -> str:
         """Return what the two say differently, as `difference`. What one of them leaves UNSAID is no difference."""
