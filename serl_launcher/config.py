@@ -33,6 +33,13 @@ MOVED = {  # {former name of a module: its name}; former ones stand in yamls, wo
         for name in ("arm", "corridor", "dobot_cell", "dobot_sim", "fake", "gym", "puck", "sim_arm", "wall", "wrappers")
     },
 }
+OTHERS = {  # {a word of other projects' scripts, such as Hi-ORS and HIL-SERL: what it is here}
+    "checkpoint_path": "a run is its folder, and resumed: say run_dir=..., or policy.weights=... for a published PI0",
+    "unique_identifier": "say run_dir=runs/... for the run, and name=... for this actor",
+    "training.num_gpus": "say ranks=...",
+    "logging.logger": "say log=wandb, tensorboard or false",
+    "exp_name": "say run_dir=runs/...",
+}
 ALSO = {"log": False, "task.cameras": "auto"}  # what they take besides their default's kind
 DAMAGED = "bring it back from a backup, or delete it, and say again what this run was begun with"
 NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the environment")  # lines that help nobody
@@ -287,6 +294,8 @@ def _value(node: DictConfig, key: str) -> Any:
 
 
 def _unknown(override: Override, part: str, node: DictConfig, where: str) -> str:
+    if ours := OTHERS.get(str(override.key_or_group)):
+        return f"{override.input_line}: {where} has no key {part!r}; {ours}"
     hint = nearest(part, [str(key) for key in node]) or f"to add it, write +{override.input_line}"
     return f"{override.input_line}: {where} has no key {part!r}; {hint}"
 

@@ -96,6 +96,13 @@ def make_store(run_dir, spec):
         ("actor=true task=sim_amr", ["no task is called 'sim_amr'; did you mean 'sim_arm'?"]),
         ("learner=true plan=quickstrat", ["did you mean 'quickstart'?"]),
         ("learner=true sed=1", ["the config has no key 'sed'; did you mean 'seed'?"]),
+        (
+            "learner=true checkpoint_path=/tmp/run",
+            ["no key 'checkpoint_path'; a run is its folder, and resumed: say run_dir="],
+        ),
+        ("learner=true unique_identifier=one", ["no key 'unique_identifier'; say run_dir=runs/... for the run"]),
+        ("learner=true training.num_gpus=2", ["no key 'training'; say ranks=..."]),
+        ("learner=true +logging.logger=wandb", ["no key 'logging'; say log=wandb, tensorboard or false"]),
         ("learner=true +sed=1", ["the config has no key 'sed'; did you mean 'seed'?"]),
         ("learner=true ~seed", ["seed can be changed, but not left out"]),
         ("learner=true plan.phases.practis.until=[operator]", ["has no key 'practis'; did you mean 'practise'?"]),
@@ -134,9 +141,9 @@ def make_store(run_dir, spec):
         ("actor=true task=fake task.env.clock=wall", ["clock 'wall' is unknown; use one of real, simulated"]),
         ("actor=true task=fake +task.env.speed=2", ["task.env: got an unexpected keyword argument 'speed'"]),
         ("actor=true task=fake task.env._target_=robot_infra.no.such", ["Error locating target 'robot_infra.no.such'"]),
-        ("actor=true task=gym task.env_id=Blackjack-v1", ["Blackjack-v1 sees a Tuple space; only a Box fits"]),
-        ("actor=true task=gym task.env_id=NoSuchTask-v0", ["gymnasium cannot make NoSuchTask-v0"]),
-        ("actor=true task=gym task.env_id=no_such_package:A-v0", ["no_such_package:A-v0: No module named 'no_such_pa"]),
+        ("actor=true task=gym task.env_id=Blackjack-v1", ["Blackjack-v1 sees a Tuple space; Box, Discrete,"]),
+        ("actor=true task=gym task.env_id=NoSuchTask-v0", ["gymnasium cannot make NoSuchTask-v0", "my_module:NoSuch"]),
+        ("actor=true task=gym task.env_id=no_such_package:A-v0", ["No module named 'no_such_package'", "PYTHONPATH"]),
     ],
 )
 def test_a_wrong_word_is_one_sentence(main, words, sentences):
