@@ -205,7 +205,7 @@ class Reader:
         for word in shlex.split(short):
             text = re.sub(rf" {re.escape(word.partition('=')[0])}=\S+", "", text) + f" {shlex.quote(word)}"
         text = f".venv/bin/python {text}" if text.startswith("tools/") else text
-        if re.match(r"\./start\.sh|.*(run_(learner|actor)\w*\.sh|tools/doctor\.py)", text):
+        if re.match(r"([A-Z]+=\S+ )*\./start\.sh|.*(run_(learner|actor)\w*\.sh|tools/doctor\.py)", text):
             said = {word.partition("=")[0] for word in shlex.split(text)}
             text += "".join(f" {word}" for word in [*SHORT, *self._words] if word.partition("=")[0] not in said)
         return text

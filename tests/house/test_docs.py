@@ -42,7 +42,7 @@ def test_every_tool_and_page_that_a_document_names_exists(document):
     assert not [path for path in files if not path.exists()]
 
 
-RUN = re.compile(r"(?:\./start\.sh|\S+/run_(?:learner|actor)\w*\.sh)( .*)?")
+RUN = re.compile(r"(?:[A-Z]+=\S+ )*(?:\./start\.sh|\S+/run_(?:learner|actor)\w*\.sh)( .*)?")
 ITS_OWN = {"task=my_robot", "task=my_dobot"}  # docs/robots.md brings the yaml itself
 
 

@@ -1,0 +1,100 @@
+"""The page about an own task, as a reader follows it; and environments that raise, beside one that does not."""
+
+import os
+import re
+import shlex
+
+import pytest
+
+from tests.shared.common import ROOT
+from tests.shared.programs import Programs
+from tools import readme
+from tools.readme_words import SHORT
+
+from .test_run import assert_whole
+
+pytestmark = pytest.mark.program
+PAGE = readme.read(ROOT / "docs/own_task.md")
+RUDE = '''
+import os, sys
+from pathlib import Path
+import gymnasium
+from my_task import Reach
+
+FOLDER = Path(__file__).parent
+
+
+class Rude(Reach):
+    """The first environment raises in each seventh step. The second does once, and then once in its constructor."""
+
+    place, made = None, 0
+
+    def __init__(self):
+        if Rude.place is None:
+            try:
+                os.close(os.open(FOLDER / "first", os.O_CREAT | os.O_EXCL))
+                Rude.place = "first"
+            except FileExistsError:
+                Rude.place = "second"
+        Rude.made += 1
+        if (Rude.place, Rude.made) == ("second", 2):
+            raise OSError("the constructor has no device")
+        self.steps = 0
+
+    def step(self, action):
+        self.steps += 1
+        if self.steps == 7 and (Rude.place == "first" or Rude.made == 1):
+            raise ValueError("the gripper\\nis gone")
+        with open(FOLDER / f"{Rude.place}.steps", "a") as log:
+            log.write(".")
+        return super().step(action)
+
+
+gymnasium.register("Rude-v0", Rude, max_episode_steps=30)
+'''
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """Programs of a reader who has written the page's file into a folder of their own."""
+    (file,) = [command for command in PAGE if command.file]
+    (tmp_path / file.file).write_text(file.text)
+    (tmp_path / "rude.py").write_text(RUDE)
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    with Programs(tmp_path, environment={**os.environ, "PYTHONPATH": path}) as made:
+        yield made
+
+
+def words_of(command):
+    """The words of a page's command, without the run's place, and those that make it short."""
+    words = [word for word in shlex.split(command.text.partition("./start.sh")[2]) if "run_dir=" not in word]
+    return [*words, *SHORT, "log=false"]
+
+
+def test_the_page_is_enough_for_a_task_of_ones_own(programs):
+    practice, evaluation = [command for command in PAGE if "./start.sh" in command.text]
+    programs.complete(words_of(practice), words_of(practice))
+    said = " ".join(programs.said().split())
+    assert "not stored, because nothing of this run reads it: observation.images.camera, 3 kB a step; say " in said
+    assert "the policy sees goal, position" in said
+    assert (programs.run_dir / "summary.json").exists()
+    assert_whole(programs.run_dir, cut=0)
+    programs.complete(words_of(evaluation), words_of(evaluation))
+    assert (programs.run_dir / "evaluation.json").exists()
+
+
+def test_what_environments_recorded_before_they_raised_is_delivered_and_the_run_goes_on_without_the_hopeless(programs):
+    practice = next(command for command in PAGE if "./start.sh" in command.text)
+    words = [*words_of(practice), "task.env_id=rude:Rude-v0"]
+    actor, learner = programs.start("actor", *words, "envs=2", "name=rude"), programs.start("learner", *words)
+    assert [programs.status(learner), programs.status(actor)] == [0, 0], programs.said()[-4000:]
+    said = programs.said()
+    (place,) = re.findall(r"environment (\d) ended with status 1; 1 go on", said)
+    (last,) = re.findall(r"error: (.*This was fault 3.*)", said)
+    assert last.startswith("the environment rude:Rude-v0 failed in step(): ValueError: the gripper is gone. This was")
+    assert "failed in make(): OSError: the constructor has no device. The environment is made again" in said
+    stored = {"first": 0, "second": 0}
+    for episode, steps in programs.facts().episodes.items():
+        stored["first" if episode.startswith(f"rude/{place}-") else "second"] += steps
+    assert stored == {name: len((programs.log.parent / f"{name}.steps").read_text()) for name in stored}
+    assert stored["first"] == 18
