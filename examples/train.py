@@ -153,7 +153,8 @@ def local_source(config: DictConfig, client: TrainerClient) -> Any:
     except ModuleNotFoundError as error:
         raise ConfigError(f"inference=local needs {error.name}: uv sync --inexact --extra learner") from None
     seed(config)
-    return LocalSource(client, PolicyHost(build(config, client.spec), client.spec, device_of(config)))
+    spec = client.spec  # one of them: a Welcome may change the client's
+    return LocalSource(client, PolicyHost(build(config, spec), spec, device_of(config)))
 
 
 if __name__ == "__main__":

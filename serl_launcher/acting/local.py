@@ -39,7 +39,7 @@ class LocalSource:
         self, observation: Mapping[str, Array], *, step: int, seed: int, previous_action: Array | None, reset: bool,
         explore: bool, task: str, prefix: Array | None = None, committed: int = 0,
     ) -> None:  # fmt: skip
-        arrays = asked(observation, previous_action, prefix)
+        arrays = asked(self.host.spec, observation, previous_action, prefix)
         question = m.InferenceRequest(step, seed, reset, explore, task, arrays, committed)
         self.host.check(question)
         with self._changed:

@@ -138,7 +138,7 @@ class Welcomes:
     def _stored(self, spec: Spec) -> Spec:
         """Return a simulated robot's Spec without the images that this run does not store."""
         if store := self._keeper.store:
-            return spec.without(set(spec.images) - store.spec.observation.keys())
+            return spec.as_in(store.spec)
         if self._unread is None:
             return spec
         read = {IMAGES + camera for camera in self._unread["cameras"]}

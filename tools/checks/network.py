@@ -127,7 +127,11 @@ def same_robot(run: Run) -> Iterator[Finding]:
         return
     if run.welcome.spec is None:
         yield Finding("ok", "the run is new: it will be of this robot")
-    elif difference := Spec.from_dict(run.welcome.spec).difference(run.spec):
+        return
+    theirs, mine = Spec.from_dict(run.welcome.spec), run.spec
+    if run.env is not None and run.env.clock == "simulated":
+        mine = mine.as_in(theirs)
+    if difference := theirs.difference(mine):
         advice = "start the learner with another run_dir=..., or the actor with the task= (and options) of the run"
         yield Finding("FAIL", f"the run is of another robot or task (the run, here): {difference}", advice)
     else:

@@ -94,8 +94,7 @@ class TrainerClient(Closing):
         """Ask for the actions from step `step` on. A newer question replaces one that was not sent yet."""
         self.check()
         self._asked += 1
-        stored = {name: observation[name] for name in self.spec.observation}  # the learner knows no others
-        arrays = asked(stored, previous_action, prefix)
+        arrays = asked(self.spec, observation, previous_action, prefix)
         question = InferenceRequest(step, seed, reset, explore, task, arrays, committed)
         self._network.questions.append((self._asked, question))
         self._network.wake()

@@ -224,10 +224,13 @@ def by_chance(spec: Spec, seed: int) -> dict[str, Controller]:
     return {"random": RandomPolicy(spec, seed), "brownian": BrownianPolicy(spec, seed)}
 
 
-def asked(observation: Mapping[str, Array], previous_action: Array | None, prefix: Array | None) -> dict[str, Array]:
-    """Return the arrays of an InferenceRequest."""
+def asked(
+    spec: Spec, observation: Mapping[str, Array], previous_action: Array | None, prefix: Array | None
+) -> dict[str, Array]:
+    """Return the arrays of an InferenceRequest to a policy of this Spec, which lacks images that the run leaves out."""
     more = {"previous_action": previous_action, "prefix": prefix}
-    return {**observation, **{name: array for name, array in more.items() if array is not None}}
+    seen = {name: observation[name] for name in spec.observation if name in observation}
+    return {**seen, **{name: array for name, array in more.items() if array is not None}}
 
 
 def decision_seed(episode: str, step: int) -> int:

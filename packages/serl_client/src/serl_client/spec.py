@@ -212,8 +212,7 @@ class Spec:
         run leaves out. Raises Refused for another."""
         spec = Spec.from_dict(run)
         own = {name: feature for name, feature in spec.extras.items() if name in self.extras}
-        left_out = {name for name in self.images if name not in spec.observation}
-        if difference := replace(spec, extras=own).difference(self.without(left_out)):
+        if difference := replace(spec, extras=own).difference(self.as_in(spec)):
             raise Refused(f"the learner's run is of another robot (the run, yours): {difference}")
         return spec
 
@@ -226,6 +225,10 @@ class Spec:
         """Return this Spec without these observations; this one itself where no other would be left."""
         left = {name: feature for name, feature in self.observation.items() if name not in names}
         return replace(self, observation=left) if left else self
+
+    def as_in(self, run: "Spec") -> "Spec":
+        """Return this Spec without the images that a run does not store."""
+        return self.without(set(self.images) - run.observation.keys())
 
     def difference(self, other: "Spec") -> str:
         """Return what the two say differently, as `difference`. What one of them leaves UNSAID is no difference."""
