@@ -5,7 +5,7 @@ import mmap
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgpack
@@ -30,6 +30,7 @@ class Start:
     fps: float
     servo_hz: float
     home_speed: float
+    waypoints: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Asks for something: target, hold, home, state, observe, recover, close, or that the leader arm shall follow or
-    let_go. `sent`: time.monotonic().
+    """Asks for something: target, hold, home, return_home (through the waypoints), state, observe, recover, close, or
+    that the leader arm shall follow or let_go. `sent`: time.monotonic().
     """
 
     kind: str

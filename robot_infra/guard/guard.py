@@ -12,12 +12,12 @@ from serl_client.spec import Array
 from robot_infra.drivers.arm import Arm
 from robot_infra.guard.channel import Reply, Request, Shared, Start, Started
 from robot_infra.guard.lead import Lead
-from robot_infra.guard.limits import Limiter, are_positions, read_home, read_limits
-from robot_infra.guard.motion import Motion
+from robot_infra.guard.limits import Limiter, are_positions, read_home, read_limits, read_waypoints
+from robot_infra.guard.motion import HOME, Motion
 
 RELAXING = 1.0  # seconds, at most, until an arm that was blocked is led back to where it holds
 # Seconds after which it is not taken: its actor may have given up.
-OLD = {"target": 0.5, "follow": 0.5, "home": 5.0, "recover": 5.0}
+OLD = {"target": 0.5, "follow": 0.5, "home": 5.0, "return_home": 5.0, "recover": 5.0}
 READINGS, PAUSE = 10, 0.01  # of an arm before it may move, and seconds between two: who fails for a moment is found out
 
 
@@ -46,6 +46,7 @@ class Guard:
             Limiter(limits, arm.tool), read_home(limits, start.home), tick=self._tick, period=1 / start.fps,
             home_speed=start.home_speed, measured=measured, is_ready=arm.is_simulated,
         )  # fmt: skip
+        self._waypoints = read_waypoints(limits, start.waypoints)  # [n, 2, J]
         self._lead = Lead(arm, limits, self._tick)
         self.shared = Shared(arm.observation) if arm.observation else None
         features = {name: feature.to_dict() for name, feature in arm.observation.items()}
@@ -56,10 +57,15 @@ class Guard:
         self._measured_at = clock.monotonic()
         self._has_scenes = arm.is_simulated and type(arm).scene is not Arm.scene
         self._handlers = {
-            "target": self._track, "hold": self._hold, "home": self._go_home, "state": self._hear,
-            "observe": self._observe, "recover": self._recover, "close": self._hold,
+            "target": self._track, "hold": self._hold, "home": self._go_home, "return_home": self._return_home,
+            "state": self._hear, "observe": self._observe, "recover": self._recover, "close": self._hold,
             "follow": self._follow, "let_go": self._let_go,
         }  # fmt: skip
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Return whether the arm drives home."""
+        return self._motion.mode == HOME
 
     def servo(self) -> None:
         """Send the set point of this tick, and measure."""
@@ -129,6 +135,10 @@ class Guard:
             return
         self._arm.scene(request.seed)
         self._motion.begin(read(self._arm), is_home=True)
+
+    def _return_home(self, request: Request) -> None:
+        low, high = self._waypoints.swapaxes(0, 1)
+        self._motion.go_home(low + np.random.default_rng(request.seed).random(low.shape) * (high - low))
 
     def _hear(self, request: Request) -> None:
         self._motion.hear()

@@ -162,6 +162,25 @@ def read_home(limits: Limits, written: Mapping[str, Any] | None) -> Array:
     return home
 
 
+def read_waypoints(limits: Limits, written: Mapping[str, Any]) -> Array:
+    """Return the ends [n, 2, J] between which the n poses of `written`, {name: {entry: position or [low, high]}}, are
+    drawn; NaN: that entry stays as it is. Raises ConfigError for an unknown entry, or one outside of its range."""
+    names, ends = [*limits.entries], np.full((len(written), 2, len(limits.entries)), np.nan)
+    for pose, (title, said) in zip(ends, written.items(), strict=True):
+        if not isinstance(said, Mapping) or not said or set(map(str, said)) - set(names):
+            raise ConfigError(
+                f"waypoints.{title}: say where entries of the arm go, as in `{{{names[0]}: "
+                f"{(limits.low + limits.high)[0] / 2:.4g}}}`, not {said}; it has {', '.join(names)}"
+            )
+        for entry, position in said.items():
+            place = f"waypoints.{title}.{entry}"
+            is_drawn = isinstance(position, Sequence) and not isinstance(position, str)
+            pose[:, names.index(str(entry))] = _pair(place, position) if is_drawn else _number(place, position)
+        if ((pose < limits.low) | (pose > limits.high)).any():
+            raise ConfigError(f"waypoints.{title}: {dict(said)} lies outside of the ranges of limits")
+    return ends
+
+
 def _entry(name: str, written: Any, own_range: Sequence[float] | None) -> tuple[float, ...]:
     if own_range is not None and isinstance(written, Mapping):
         written = {"range": list(own_range), **written}

@@ -58,7 +58,8 @@ class Motion:
         self._is_suspended = False  # then no set points are sent
         self._glances = deque([measured], GLANCES)
         self._silent = 0  # ticks since the actor's latest sign of life: if nothing ran, nothing moved, either
-        self._left = 0  # ticks until the set point reaches the target, or until the arm has settled at home
+        self._left = 0  # ticks until the set point reaches the target, or until the arm has settled on its way home
+        self._route = deque[Array]()  # the poses [J] that are left of the way home
         self._apart = 0  # consecutive ticks off its way
         if is_ready:
             self.begin(measured)
@@ -87,11 +88,14 @@ class Motion:
         self.target, self.mode, self.is_home = target, TRACK, False
         self._left = self._per_period
 
-    def go_home(self) -> None:
-        """Begin the way home, slowly."""
+    def go_home(self, through: Sequence[Array] = ()) -> None:
+        """Begin the way home, slowly, straight from pose to pose, and settle at each.
+
+        through: poses [J] before home; NaN: that entry stays as it is.
+        """
         if not self.fault:
             self.mode, self.is_home, self._silent = HOME, False, 0
-            self._left = math.ceil(SETTLING / self._tick)
+            self._route, self._left = deque([*through, self._home]), math.ceil(SETTLING / self._tick)
 
     def hear(self) -> None:
         """Take a sign of life."""
@@ -235,13 +239,16 @@ class Motion:
         return np.median(readings, axis=0)
 
     def _advance_home(self, before: Array) -> None:
-        way = self._home - before
+        way = np.where(np.isnan(self._route[0]), before, self._route[0]) - before
         steps = float(np.max(np.abs(way) / (self._home_speed * self._limits.speed * self._tick)))
         self.point = self.target = self._limiter.step(before, before + way / max(steps, 1.0), self._tick)
         if not way.any():
             self._left -= 1
             if self._left <= 0:
-                self.hold()
-                self.is_home = True
+                self._route.popleft()
+                self._left = math.ceil(SETTLING / self._tick)
+                if not self._route:
+                    self.hold()
+                    self.is_home = True
         elif (self.point == before).all():
             self.fail("limit", "the straight way home leaves the tool's limits: move the arm by hand, then say ready")

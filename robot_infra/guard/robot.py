@@ -32,6 +32,7 @@ class GuardedRobot:
     fps: steps per second. servo_hz: set points per second.
     limits: {entry: {range, speed, jump, tracking}} (guard/limits.py). home: {entry: position} where episodes start.
     home_speed: share of the speed limits on the way home.
+    waypoints: {name: {entry: position, or [low, high] to draw it from}}, through which `return_home` leads, in order.
     space: what an action means: `joint_position`, `ee_position`: the target itself; `joint_delta`, `ee_delta`: its
         distance from the last target, in strokes. stroke: of each entry, or one for all; only with a delta.
     process: the guard is a process of its own, which holds the arm if this one ends. False: only for a simulated arm,
@@ -48,7 +49,7 @@ class GuardedRobot:
         limits: Mapping[str, Any] | None = None, home: Mapping[str, Any] | None = None,
         space: str = "joint_position", stroke: float | Sequence[float] | None = None,
         options: Mapping[str, Any] | None = None, servo_hz: float = 100.0, home_speed: float = 0.25,
-        process: bool = True,
+        process: bool = True, waypoints: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         if space not in SPACES or space.endswith("_delta") == (stroke is None):
             raise ConfigError(
@@ -60,10 +61,11 @@ class GuardedRobot:
                 "fps, and home_speed a share of the speed limits, above 0 and at most 1"
             )
         self.space, self.fps, self.steps = space, fps, 0
+        self.waypoints = tuple(map(str, waypoints or ()))
         self.seen: Observation = {}
         start = Start(
             driver, str(address), _plain(options or {}), _plain(limits or {}), _plain(home or {}), float(fps),
-            float(servo_hz), float(home_speed),
+            float(servo_hz), float(home_speed), _plain(waypoints or {}),
         )  # fmt: skip
         self.guard: GuardLink | SimulatedGuard = (GuardLink if process else SimulatedGuard)(start)
         started = self.guard.begin()
@@ -126,6 +128,10 @@ class GuardedRobot:
     def home(self, seed: int) -> None:
         """Begin the slow way home; a simulation is there at once, in the scene that `seed` names."""
         self._asked("home", seed=seed, patience=SLOW)
+        self.steps = 0
+
+    def return_home(self, seed: int) -> None:
+        self._asked("return_home", seed=seed, patience=SLOW)
         self.steps = 0
 
     @property

@@ -17,6 +17,8 @@ from robot_infra.guard.guard import Guard
 class SimulatedGuard:
     """Answers as a GuardLink does, without a process: after each target it sends the set points of one control step.
 
+    It also does on the way home, whenever it is asked whether the arm has arrived.
+
     `arm` is the driver. `latest` is the newest reply. Raises ConfigError for an arm that is not simulated.
     """
 
@@ -47,7 +49,8 @@ class SimulatedGuard:
         now = clock.monotonic()
         request = Request(kind, self._number, now, list(positions), seed)
         self._guard.hear(request)
-        for _ in range(self._ticks if kind == "target" else 0):
+        passes = kind == "target" or (kind == "state" and self._guard.is_on_its_way)
+        for _ in range(self._ticks if passes else 0):
             self._guard.servo()
         self.latest = replace(self._guard.reply(request), time=now)  # as time stood still, the measurement is of now
         return self.latest

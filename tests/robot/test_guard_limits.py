@@ -7,7 +7,7 @@ import pytest
 import yaml
 from serl_client.errors import ConfigError
 
-from robot_infra.guard.limits import KEYS, read_home, read_limits, template
+from robot_infra.guard.limits import KEYS, read_home, read_limits, read_waypoints, template
 from tests.robot.test_guard_motion import ENTRIES, LIMITS, TOOL
 
 
@@ -60,3 +60,18 @@ def test_a_home_that_is_missing_is_proposed():
 def test_home_is_a_place_within_the_ranges(home):
     with pytest.raises(ConfigError, match="home: "):
         read_home(read_limits(ENTRIES, LIMITS, has_tool=False), home)
+
+
+def test_waypoints_name_what_moves_and_ends_to_draw_it_from():
+    ends = read_waypoints(
+        read_limits(ENTRIES, LIMITS, has_tool=False), {"up": {"elbow": -1}, "aside": {"shoulder": [0, 1]}}
+    )
+    np.testing.assert_array_equal(ends, [[[np.nan, -1], [np.nan, -1]], [[0, np.nan], [1, np.nan]]])
+
+
+@pytest.mark.parametrize(
+    "pose", [None, {}, 0.1, {"wrist": 0.0}, {"elbow": 0.6}, {"elbow": [0.3, 0.6]}, {"elbow": "up"}]
+)
+def test_a_waypoint_is_a_place_within_the_ranges(pose):
+    with pytest.raises(ConfigError, match=r"waypoints\.up"):
+        read_waypoints(read_limits(ENTRIES, LIMITS, has_tool=False), {"up": pose})

@@ -134,7 +134,7 @@ def do(bench, what, more):
     elif what == "hold":
         motion.hold()
     elif what == "home":
-        motion.go_home()
+        motion.go_home([np.array([np.nan, -1.0])] * (more % 2))
     else:
         motion.suspend()
         motion.recover([bench.measured], held=bench.measured if what == "power" else before)
@@ -295,6 +295,20 @@ def test_the_way_home_is_slow_straight_and_settles():
     np.testing.assert_allclose(points[-round(SETTLING / TICK) :], np.tile([0.3, -0.2], (30, 1)), atol=1e-12)
     bench.go(1000)
     assert bench.motion.fault is None
+
+
+def test_a_way_home_through_waypoints_settles_at_each_and_moves_only_what_they_name():
+    bench, points = Bench(lag=1.0), []
+    bench.motion.go_home([np.array([-0.2, np.nan]), np.array([np.nan, -0.4])])
+    while not bench.motion.is_home:
+        before = bench.motion.point
+        points += [*bench.go(1)]
+        check(bench, before, points[-1], was_faulty=False)
+        bench.motion.hear()
+    places, first, counts = np.unique(np.round(points, 9), axis=0, return_index=True, return_counts=True)
+    settled = counts >= round(SETTLING / TICK)
+    in_order = places[settled][np.argsort(first[settled])]
+    np.testing.assert_allclose(in_order, [[-0.2, -0.5], [-0.2, -0.4], [0.3, -0.2]])
 
 
 @pytest.mark.parametrize("stopped_by", ["hold", "silence", "target"])
