@@ -29,6 +29,7 @@ from serl_client.status import RECENT, ActorStatus
 from serl_client.words import check_choice
 
 from robot_infra.classifier_judge import judge_by
+from robot_infra.resets import resets_of
 from robot_infra.stages import stages_of
 from robot_infra.teleop.keyboard import LEGEND, Keyboard
 from serl_launcher.config import composed, factory, groups
@@ -103,6 +104,7 @@ def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
         if config.task.judge.address:
             judge_by(config.task.judge, env, name=name)
         operator = stages_of(env, keyboard, config.task.stages)
+        resets = resets_of(env, config.reset, config.reset_patience)
         deadline = deadline_of(config.deadline_s, env.spec.fps, env.clock)
         run_dir = writable(Path(str(config.run_dir)))
         take_over(run_dir, config.share, is_learner=False)
@@ -124,7 +126,7 @@ def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
             with lookout, LiveDisplay(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):
                 run_actor(
                     env, controller, client, seed=config.seed, operator=operator, reset=config.reset, status=status,
-                    share=share,
+                    share=share, resets=resets,
                 )  # fmt: skip
     return 0
 

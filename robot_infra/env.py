@@ -1,7 +1,7 @@
 """Makes a robot, its cameras, its judge and its teleoperation one environment (RobotEnv) with a fixed control rate."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -17,6 +17,7 @@ from robot_infra.intervention import HANDOVER, POLICY_ACTION, Intervention, poli
 from robot_infra.pace import Pace
 from robot_infra.safety import check_guarded
 from robot_infra.spaces import understood
+from robot_infra.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,9 @@ class RobotEnv(Closing):
 
     judge: gives reward and success; only it terminates an episode. Its success counts once the episode has ended.
     An error of the judge ends the episode, which is cut off before that step; the next one begins as usual.
-    task: in words. fps: steps per second. max_steps: an episode of so many steps is truncated.
+    task: in words; Turns: several, of which each episode does one. `observation.task` tells the policy which, one-hot.
+    trouble: says why the scene cannot be a start, as it is, once the robot is home; empty: it can.
+    fps: steps per second. max_steps: an episode of so many steps is truncated.
     clock: "real": a step lasts 1/fps seconds (see Pace). "simulated": nothing waits.
     teleop: the device of the human; None: nobody can take over.
     operator: the person at the keys, if the teleop is their keyboard too; it is closed with the env.
@@ -40,9 +43,9 @@ class RobotEnv(Closing):
     """
 
     def __init__(
-        self, robot: Robot, *, judge: Judge, task: str, fps: float, max_steps: int, clock: str = "real",
+        self, robot: Robot, *, judge: Judge, task: str | Turns, fps: float, max_steps: int, clock: str = "real",
         cameras: Mapping[str, Camera] | None = None, teleop: Teleop | None = None, operator: Operator | None = None,
-        handover: float = 0.0,
+        handover: float = 0.0, trouble: Callable[[], str] = lambda: "",
     ) -> None:  # fmt: skip
         self._pace = Pace(clock, fps)
         check_guarded(robot, clock, fps)
@@ -55,8 +58,11 @@ class RobotEnv(Closing):
         if teleop is not None:
             extras[POLICY_ACTION] = Feature(robot.action.shape, robot.action.dtype)
             extras |= {HANDOVER: Feature((), "bool")} if ramp > 1 else {}
-        self.spec = Spec({**robot.observation, **images}, robot.action, fps, extras)
-        self.task, self.clock, self.has_operator = task, clock, teleop is not None
+        self.turns = task if isinstance(task, Turns) else Turns((task,))
+        self.spec = Spec({**robot.observation, **self.turns.features, **images}, robot.action, fps, extras)
+        self.clock, self.has_operator = clock, teleop is not None
+        self.keeps_scene = False  # the next way home leaves the scene as it is (resets.py)
+        self._trouble = trouble
         self.observed = 0.0
         self._max_steps = max_steps
         self._steps = 0
@@ -68,6 +74,17 @@ class RobotEnv(Closing):
         self._intervention = Intervention(teleop, ramp)
 
     @property
+    def task(self) -> str:
+        """The task of this episode, or of the next one, in words."""
+        return self.turns.text
+
+    @property
+    def trouble(self) -> str:
+        """Why the scene, as it is now, cannot be a start; empty: it can. The robot is home."""
+        self.robot.observe()
+        return self._trouble()
+
+    @property
     def cameras(self) -> dict[str, Camera]:
         """The cameras, by the names of their images."""
         return {IMAGES + name: camera for name, camera in self._alignment.cameras.items()}
@@ -77,7 +94,10 @@ class RobotEnv(Closing):
         return self.robot.is_home
 
     def home(self, seed: int) -> None:
-        self.robot.home(seed)
+        if self.keeps_scene:
+            self.robot.return_home(seed)
+        else:
+            self.robot.home(seed)
         self._homed = seed
 
     def reset(self, seed: int, *, teleop: bool = False, intervene: bool = False) -> Observation:
@@ -167,4 +187,4 @@ class RobotEnv(Closing):
         reading = self.robot.observe()
         self.observed = reading.time
         images, self._ages, stale = self._alignment.look(reading.time)
-        return reading.values | images, reading.executed, stale
+        return reading.values | self.turns.observed | images, reading.executed, stale

@@ -101,6 +101,12 @@ class Robot(Protocol):
         """Begin to move slowly to where episodes start, until `stop`. A simulated robot is there at once, and sets up
         the scene that `seed` names."""
 
+    def return_home(self, seed: int) -> None:
+        """Begin to drive home through the robot's waypoints, until `stop`. The scene stays, in a simulation, too.
+
+        seed: of what the waypoints leave to chance. Raises ConfigError for a robot that cannot.
+        """
+
     def recover(self) -> None:
         """Clear a fault, once a person has said that the robot may move again; hold. Without a fault do nothing."""
 

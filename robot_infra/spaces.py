@@ -271,6 +271,10 @@ class SpacedRobot:
         self.robot.home(seed)
         self._begins = True
 
+    def return_home(self, seed: int) -> None:
+        self.robot.return_home(seed)
+        self._begins = True
+
     def recover(self) -> None:
         self.robot.recover()
 

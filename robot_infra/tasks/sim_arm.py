@@ -1,8 +1,9 @@
-"""Simulates a light arm in MuJoCo that picks up a block: scene, reward, control rate, scripted operator."""
+"""Simulates a light arm in MuJoCo that picks up a block, or moves it aside: scene, reward, scripted operator."""
 
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from serl_client.env import Observation
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
+from serl_client.words import check_choice
 
 from robot_infra.cameras import gl
 from robot_infra.cameras.mujoco import cameras, load_mujoco
@@ -25,6 +27,7 @@ from robot_infra.spaces import EE_DELTA, JOINT, JOINT_DELTA, EeDelta, Gripper, J
 from robot_infra.teleop.hands import make_devices
 from robot_infra.teleop.scripted import Rescuer
 from robot_infra.teleop.verdicts import choose_judge
+from robot_infra.turns import Turns
 
 FPS = 10.0  # steps per second, if nothing else is said
 PHYSICS = 0.004  # seconds of one physics step, as in arm.xml
@@ -42,6 +45,13 @@ CHAIN = Chain(np.array([  # of arm.xml
     [SHOULDER, 0, -math.pi / 2, 0], [0, UPPER_ARM, 0, -math.pi / 2], [0, FOREARM, 0, 0],
     [0, 0, math.pi / 2, math.pi / 2], [HAND, 0, 0, 0],
 ]))  # fmt: skip
+
+SIDE = 0.06  # metres to the left or to the right of the robot, from which on a block lies there
+REACH = np.array([[0.26, -0.19], [0.54, 0.19]])  # metres, x and y of a block that the tool comes down on
+LET_GO = {"release": {"gripper": OPEN}, "rise": {"z": 0.2}}
+WAYPOINTS = {  # of each goal, to a scene in which it may begin
+    "pick": {"aside": {"x": [0.32, 0.48], "y": [-0.12, 0.12]}, "down": {"z": 0.03}, **LET_GO}, "sides": LET_GO,
+}  # fmt: skip
 
 SIDES = {"both": lambda y: y, "left": abs, "right": lambda y: -abs(y)}  # y of the block: positive is left of the robot
 
@@ -182,7 +192,10 @@ class Scene:
         return holds(*self._robot.seen["scene"][6:])
 
 
-def guarded(*, fps: float = FPS, by_joints: bool = False, guard: bool = False, **options: Any) -> GuardedRobot:
+def guarded(
+    *, fps: float = FPS, by_joints: bool = False, guard: bool = False, waypoints: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> GuardedRobot:  # fmt: skip
     """Return the simulated arm behind a guard, which is a process of its own or not.
 
     by_joints: it takes targets of its joints; else steps of its tool. options: of the driver, besides `hz`.
@@ -203,7 +216,7 @@ def guarded(*, fps: float = FPS, by_joints: bool = False, guard: bool = False, *
         f"{__name__}.{driver.__name__}", address=f"sim_arm-{secrets.token_hex(8)}", fps=fps, process=guard,
         limits={**limits, gripper: grip}, home=dict(zip(driver.entries, home, strict=True)), servo_hz=hz,
         space=JOINT if by_joints else EE_DELTA, stroke=None if by_joints else [stroke, stroke, stroke, -stroke],
-        options={"hz": hz, **options},
+        options={"hz": hz, **options}, waypoints=waypoints,
     )  # fmt: skip
 
 
@@ -235,46 +248,96 @@ def pick(arm: Scene) -> Array:
     return np.array([0.0, 0.0, 1.0 if arm.holds else 0.0, 1.0])
 
 
+def carry(arm: Scene, y: float) -> Array:
+    """Return the action that brings the block to `y`, metres, just above the table."""
+    if not (arm.holds and near(arm.tool, arm.block, 0.04)):
+        return pick(arm)
+    x = np.clip(arm.block[0], 0.32, 0.48)  # away from the end of its reach
+    return np.array([*([x, y] - arm.block[:2]), 0.04 - arm.tool[2], arm.stroke]) / arm.stroke
+
+
 def left_to_pick(arm: Scene, height: float = 0.12) -> float:
     """Return the metres from the tool to the block plus those from the block to `height`."""
     return float(np.linalg.norm(arm.block - arm.tool)) + max(0.0, height - float(arm.block[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One task of the arm: its text, what the scripted operator does, when it is done, and how many metres are left."""
+
+    text: str
+    intent: Callable[[Scene], Array]
+    is_done: Callable[[Scene], bool]
+    left: Callable[[Scene], float]
+
+
+def beside(text: str, sign: int) -> Goal:
+    """Return the goal that the block lies on one side. sign: 1: on the left of the robot; -1: on its right."""
+
+    def left(arm: Scene) -> float:
+        return max(0.0, SIDE - sign * float(arm.block[1]))
+
+    return Goal(
+        text, partial(carry, y=sign * (SIDE + 0.02)), lambda arm: left(arm) == 0 and arm.block[2] < 0.08,
+        lambda arm: float(np.linalg.norm(arm.block - arm.tool)) + left(arm),
+    )  # fmt: skip
+
+
+GOALS = {
+    "pick": (Goal("pick up the block", pick, lambda arm: lifted(arm.tool, arm.block), left_to_pick),),
+    "sides": (beside("put the block on the left", 1), beside("put the block on the right", -1)),
+}
+
+
+def out_of_reach(arm: Scene) -> str:
+    """Return where the block lies if the arm cannot pick it there; empty: it can."""
+    x, y, z = arm.block
+    if (arm.block[:2] >= REACH[0]).all() and (arm.block[:2] <= REACH[1]).all() and z < 0.03:
+        return ""
+    return f"the block lies out of reach, at x {x:.2f} m, y {y:.2f} m, z {z:.2f} m"
 
 
 def make(
     *, max_steps: int, noise: float, clock: str, fps: float = FPS, operator: str = "scripted",
     verdict_by: str = "judge", takeover_after: int = 12, handback_after: int = 10, cameras: bool | str = False,
     image_size: int = 128, block_in_state: bool = True, guard: bool = False, side: str = "both", space: str = EE_DELTA,
-    cost: float = 0.0, devices: Mapping[str, Any] | None = None,
+    cost: float = 0.0, devices: Mapping[str, Any] | None = None, goal: str = "pick",
+    waypoints: Mapping[str, Any] | None = None,
 ) -> RobotEnv:  # fmt: skip
-    """Make the picking task as an Env.
+    """Make a task of the arm as an Env.
 
+    goal: `pick`, or `sides`: two tasks, to put the block on the left and on the right. Its scenes begin on the right.
+    waypoints: see GuardedRobot; None: those of the goal (WAYPOINTS) in the space of the tool, else none.
     noise: standard deviation of the scripted operator's actions. verdict_by: `judge` or `operator`
     (teleop/verdicts.py). cameras: true, false or auto (cameras/gl.py). guard: its guard is a process of its own, as a
     real arm's; only on the real clock. side: see SimArm. space: what an action means (spaces.py).
-    cost: what each metre that is left takes of a step's reward (left_to_pick).
-    Raises ConfigError where neither state nor camera would show the block.
+    cost: what each metre that is left takes of a step's reward.
+    Raises ConfigError for an unknown goal, and where neither state nor camera would show the block.
     """
+    goals = GOALS[check_choice(goal, GOALS, "goal", "task.env.goal")]
+    turns = Turns(tuple(each.text for each in goals))
     backend = gl.choose_backend(cameras, "" if block_in_state else "block")
     if guard:
         check_clock(clock)
     robot = guarded(
-        fps=fps, by_joints=space != EE_DELTA, guard=guard, block_in_state=block_in_state, side=side, backend=backend,
-        image_size=image_size,
+        fps=fps, by_joints=space != EE_DELTA, guard=guard, block_in_state=block_in_state,
+        side="right" if goal == "sides" else side, backend=backend, image_size=image_size,
+        waypoints=WAYPOINTS[goal] if waypoints is None and space == EE_DELTA else waypoints,
     )  # fmt: skip
     arm, owner = Scene(robot), robot if space == EE_DELTA else spaced(robot, space, fps)
     scripted = Rescuer(
-        partial(pick, arm), partial(left_to_pick, arm), noise=noise, margin=arm.stroke / 4,
+        lambda: goals[turns.now].intent(arm), lambda: goals[turns.now].left(arm), noise=noise, margin=arm.stroke / 4,
         takeover_after=takeover_after, handback_after=handback_after,
     )  # fmt: skip
     hand = owner.speaks(EE_DELTA) if isinstance(owner, SpacedRobot) else owner
     teleop, hands = make_devices(operator, scripted, hand, clock=clock, devices=devices)
     judge, person = choose_judge(
-        verdict_by, lambda: lifted(arm.tool, arm.block), lambda: arm.steps, max_steps, hands,
+        verdict_by, lambda: goals[turns.now].is_done(arm), lambda: arm.steps, max_steps, hands,
         before=[lambda: arm.holds and near(arm.tool, arm.block, 0.04)],
     )  # fmt: skip
     if cost:
-        judge = DistanceCost(judge, cost, lambda _: left_to_pick(arm))
+        judge = DistanceCost(judge, cost, lambda _: goals[turns.now].left(arm))
     return RobotEnv(
-        owner, judge=judge, task="pick up the block", fps=fps, max_steps=max_steps, clock=clock,
-        cameras=robot.cameras, teleop=teleop, operator=person,
+        owner, judge=judge, task=turns, fps=fps, max_steps=max_steps, clock=clock, cameras=robot.cameras,
+        teleop=teleop, operator=person, trouble=lambda: out_of_reach(arm),
     )  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 from serl_client import clock
 from serl_client.env import Observation
-from serl_client.errors import RobotFault
+from serl_client.errors import ConfigError, RobotFault
 from serl_client.spec import Array, Feature
 
 from robot_infra.interfaces import Reading
@@ -48,6 +48,9 @@ class Simulated:
 
     def hold_action(self) -> Array:
         return np.zeros(self.action.shape, self.action.dtype)
+
+    def return_home(self, seed: int) -> None:
+        raise ConfigError("this robot has no way home: only reset=auto or operator sets up its scene")
 
     def stop(self) -> None:
         """Do nothing: time stands still."""

@@ -37,10 +37,14 @@ class Env(Protocol):
     else it raises is taken for one."""
 
     spec: Spec
-    task: str  # the task in words: the prompt of a policy that reads one
     clock: str  # "real": step() takes 1/fps seconds; "simulated": it waits for nothing
     has_operator: bool  # a teleop that can demonstrate
     observed: float  # when the latest observation's state was measured; seconds, time.monotonic(). Real clock only
+
+    @property
+    def task(self) -> str:
+        """The task of this episode, or of the next one, in words: the prompt of a policy that reads one."""
+        ...
 
     @property
     def is_home(self) -> bool:
@@ -79,3 +83,18 @@ class Env(Protocol):
 
     def close(self) -> None:
         """Give the devices back; may be called twice."""
+
+
+class Resets(Protocol):
+    """Describes what brings the scene back between two episodes, as far as it can without a person."""
+
+    @property
+    def trouble(self) -> str:
+        """Why the scene cannot be a start, so that a person has to set it up; empty: it can. The robot is home."""
+        ...
+
+    def ended(self, success: bool | None) -> None:
+        """Take note that an episode has ended: it decides on the task of the next one."""
+
+    def set_up(self) -> None:
+        """Take note that a person has set up the scene. A simulation does it itself, on the next way home."""

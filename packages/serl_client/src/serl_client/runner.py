@@ -8,7 +8,7 @@ from typing import Any
 import serl_client.clock as clock
 from serl_client.client import TrainerClient
 from serl_client.controller import Controller, by_chance
-from serl_client.env import Env
+from serl_client.env import Env, Resets
 from serl_client.episode import Stamp
 from serl_client.episode_state import EpisodeState
 from serl_client.errors import ConfigError, RetakeError, RobotFault, TrainerError
@@ -30,38 +30,43 @@ AGAIN = 1.0  # seconds until the next reset, after a reset whose observation can
 ROOM_PATIENCE = 1.0  # seconds that a simulated robot waits for the outbox
 FAREWELL = 30.0  # seconds at the end to deliver the rest of the outbox
 MODES = ("collect", "teleop", "evaluate")  # modes with episodes; the other two are idle and stop
-RESETS = ("auto", "operator")  # who says that the next episode may begin
+AUTO, OPERATOR, WAYPOINTS, OTHER_TASK = RESETS = ("auto", "operator", "waypoints", "other_task")
 GAP = 2.0  # periods between an observation and the command that answers it, until the row is marked as a gap
 
 
 def run_actor(
     env: Env, controller: Controller, client: TrainerClient, *, seed: int, operator: Operator | None = None,
     reset: str = "auto", on_episode: Callable[[Mapping[str, Any]], None] = lambda episode: None,
-    status: ActorStatus | None = None, share: Callable[[], tuple[int, int]] = alone,
+    status: ActorStatus | None = None, share: Callable[[], tuple[int, int]] = alone, resets: Resets | None = None,
 ) -> None:  # fmt: skip
     """Follow the learner's directives until one says stop. The robot is stopped however this ends.
 
     seed: of the run. operator: is polled for events in each step. status: is kept up to date for the console.
-    reset: `operator`: before each episode the robot holds until the operator says ready; `auto`: it does not wait.
+    reset: `operator`: before each episode the robot holds until the operator says ready; else it does not wait. With
+        `waypoints` and `other_task` it is `resets` that brings the scene back. Where it cannot, the operator does; a
+        simulation sets the scene up itself.
     on_episode: is called with the numbers of each finished episode. share: see Starts.
 
     A demonstration waits until the operator says ready, or moves a device that drives the robot. One that nobody drove
     is discarded. A RobotFault, or whatever else the environment raises, cuts the episode off. A real robot holds until
     the operator says ready; then it goes home. A simulated one is made again (Env.recover).
 
-    Raises RobotFault if no operator of a real robot has a terminal, or for the third one within a minute, once what was
-    recorded is delivered. Raises TrainerError when the learner refuses this actor, KeyboardInterrupt for SIGINT,
-    SIGTERM and SIGHUP, and ConfigError if `reset` is unknown, or needs an operator and there is none.
+    Raises RobotFault if no operator of a real robot has a terminal for it or for a scene, or for the third one within a
+    minute, once what was recorded is delivered. Raises TrainerError when the learner refuses this actor,
+    KeyboardInterrupt for SIGINT, SIGTERM and SIGHUP, and ConfigError if `reset` is unknown, or needs an operator or
+    `resets` and there is none.
     """
     if reset not in RESETS:
         raise ConfigError(f"reset={reset} is unknown; use {' or '.join(RESETS)}")
-    if reset == "operator" and not (operator and operator.has_terminal):
+    if (reset in (WAYPOINTS, OTHER_TASK)) != (resets is not None):
+        raise ConfigError(f"reset={reset} is for an environment that leaves the scene as it is, and for no other")
+    if reset == OPERATOR and not (operator and operator.has_terminal):
         raise ConfigError("reset=operator needs a person: start the actor in a terminal (over SSH: ssh -t)")
     status = status or ActorStatus()
     client.report(vars(status))
     starts = Starts(seed, client.session, share)
     policies = {"trained": controller, **by_chance(env.spec, seed)}
-    actor = _Actor(env, policies, client, starts, Person(operator, client, status), reset, on_episode, status)
+    actor = _Actor(env, policies, client, starts, Person(operator, client, status), reset, resets, on_episode, status)
     with interrupted_by_signals(), without_long_collections():
         fault = None
         try:
@@ -82,14 +87,15 @@ def run_actor(
 class _Actor:
     def __init__(
         self, env: Env, policies: Mapping[str, Controller], client: TrainerClient, starts: Starts, person: Person,
-        reset: str, on_episode: Callable[[Mapping[str, Any]], None], status: ActorStatus,
+        reset: str, resets: Resets | None, on_episode: Callable[[Mapping[str, Any]], None], status: ActorStatus,
     ) -> None:  # fmt: skip
         self._env, self._policies, self._client = env, policies, client
         self._controller = policies["trained"]
         self._person, self._on_episode, self._status = person, on_episode, status
         self._directive, self._starts = client.state.directive, starts
         self._is_real = env.clock == "real"
-        self._way = WayHome(env, client, person, status, asks=reset == "operator")
+        self._resets = resets
+        self._way = WayHome(env, client, person, status, resets, asks=reset == OPERATOR)
         self._faults = Faults()
         self._unanswered: Frames | None = None  # the last ones of an episode that silence cut off
         self._sent: float | None = None  # when the command before was sent, if nothing waited since
@@ -117,6 +123,7 @@ class _Actor:
         self._faults.add(fault)
         cure = "The robot holds. Look at it, then press r: it goes home and on"
         self._status.warn(f"{fault.kind}: {fault}. {cure if self._is_real else 'The environment is made again'}")
+        self._way.begin_waiting()
         self._person.ask()
 
     def _recover(self) -> None:
@@ -124,6 +131,8 @@ class _Actor:
         if self._is_real and not self._person.is_ready:
             self._way.wait_as("FAULT")
             return
+        if self._is_real:
+            self._way.end_waiting()
         self._env.recover()
         self._faults.is_open = False
 
@@ -162,10 +171,10 @@ class _Actor:
 
     def _run_episode(self, mode: str) -> None:
         client, number = self._client, self._status.episodes
-        recorder = Recorder(client, f"{client.actor}-{client.session[:8]}-{number:06d}", self._env.task)
         seed = self._starts.seed(self._directive, client.state.ordinal, number)
         if not self._way.go(seed, self._directive):
             return
+        recorder = Recorder(client, f"{client.actor}-{client.session[:8]}-{number:06d}", self._env.task)
         self._status.episodes += 1
         self._controller = self._policies[self._directive.get("policy", "trained")]
         self._controller.begin(recorder.episode, self._directive, cleaned(self._env.task))
@@ -362,6 +371,8 @@ class _Actor:
         self._starts.end(self._directive)
         verdict = self._person.close(recorder.episode, is_unattended=episode.is_unattended)
         success = VERDICTS.get(verdict, step.success)
+        if self._resets:
+            self._resets.ended(success)
         if not episode.teleop:
             self._person.count(recorder.episode, success, assisted=episode.intervened > 0)
         seconds = clock.monotonic() - episode.began

@@ -25,6 +25,10 @@ class ActorStatus:
     rate: float = 0.0  # steps per second, a moving average
     late: int = 0  # commands on the real clock that followed the one before by less than 0.5 or more than 1.5 periods
     takeovers: int = 0
+    # The person's time besides demonstrations and takeovers, which the rows tell.
+    hand_resets: int = 0  # scenes that were set up by hand because the automatic reset could not
+    reset_s: float = 0.0  # seconds from the question to r, for scenes
+    waiting_s: float = 0.0  # the same for faults, and until a demonstration began
     carry_resets: int = 0  # a policy that remembers earlier steps began anew in mid-episode: docs/operations.md
     # Successes / episodes among the latest judged ones. Demonstrations count in neither.
     assisted: str = "0/0"  # the operator took over

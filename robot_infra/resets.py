@@ -1,0 +1,62 @@
+"""Brings the scene back without a person (`reset`): by waypoints, or by two tasks that undo each other."""
+
+from serl_client.env import Env
+from serl_client.errors import ConfigError
+from serl_client.runner import OTHER_TASK, WAYPOINTS
+
+from robot_infra.env import RobotEnv
+from robot_infra.guard.robot import GuardedRobot
+from robot_infra.spaces import SpacedRobot
+
+
+class KeptScene:
+    """Lets each episode of an env begin where the one before has left the scene; a Resets.
+
+    Only the first way home, and each after `set_up`, begins in a new scene: a person's, or in a simulation its own.
+    After a success the env's other task has its turn, which begins where this one has ended. One that fails is tried
+    again. A scene that is set up anew is a start of the first task.
+
+    patience: so many episodes that fail one after another are a reason to set it up, too; None: they are none.
+    """
+
+    def __init__(self, env: RobotEnv, patience: int | None) -> None:
+        self._env, self._patience, self._failures = env, patience, 0
+
+    @property
+    def trouble(self) -> str:
+        if self._patience is not None and self._failures >= self._patience:
+            return f"{self._failures} episodes have failed one after another"
+        return self._env.trouble
+
+    def ended(self, success: bool | None) -> None:
+        turns, self._env.keeps_scene = self._env.turns, True
+        turns.now = (turns.now + bool(success)) % len(turns.texts)
+        self._failures = 0 if success else self._failures + (success is not None)
+
+    def set_up(self) -> None:
+        self._env.turns.now, self._env.keeps_scene, self._failures = 0, False, 0
+
+
+def resets_of(env: Env, reset: str, patience: int | None) -> KeptScene | None:
+    """Return what brings the scene of this env back, as `reset` of a run says; None: the simulation, or a person.
+
+    patience: as in KeptScene. Raises ConfigError for an env that cannot do it, and for one of two tasks with another
+    word.
+    """
+    turns = env.turns.texts if isinstance(env, RobotEnv) else ()
+    if (reset == OTHER_TASK) != (len(turns) > 1):
+        raise ConfigError(
+            f"reset={reset}: this env has {len(turns) or 'no'} tasks of its own. Say reset={OTHER_TASK} where it has "
+            "two, each the other's start, and nowhere else (docs/robots.md)"
+        )
+    if reset not in (WAYPOINTS, OTHER_TASK):
+        return None
+    if patience is not None and patience < 1:
+        raise ConfigError(f"reset_patience={patience}: say 1 or more episodes, or null")
+    robot = env.robot if isinstance(env, RobotEnv) else None
+    arm = robot.robot if isinstance(robot, SpacedRobot) else robot
+    if not isinstance(env, RobotEnv) or not isinstance(arm, GuardedRobot):
+        raise ConfigError(f"reset={reset}: this task has no arm that a guard could drive home")
+    if reset == WAYPOINTS and not arm.waypoints:
+        raise ConfigError(f"reset={reset}: say through which poses, by task.env.waypoints (docs/robots.md)")
+    return KeptScene(env, patience)
