@@ -21,7 +21,8 @@ from serl_launcher.training.rate_limiter import UNPACED
 COUNTED, SUCCEEDED, INTERVENED, JUDGED, TRAINED, ASSISTED = 1, 2, 4, 8, 16, 32
 NUMBER = attrgetter("number")
 ENTRY = np.dtype([
-    ("phase", "<i4"), ("flags", "<i4"), ("steps", "<i8"), ("directive", "<i8"), ("weights", "<i8"), ("reward", "<f8")
+    ("phase", "<i4"), ("flags", "<i4"), ("steps", "<i8"), ("directive", "<i8"), ("weights", "<i8"), ("reward", "<f8"),
+    ("intervened", "<i8"),
 ])  # fmt: skip
 
 
@@ -73,7 +74,8 @@ class RunCounters:
             self._history = np.concatenate([self._history, np.zeros(max(len(self._history), now.number), ENTRY)])
         is_known, before, steps, *_ = self._history[now.number].item()
         flags = _flags(now)
-        self._history[now.number] = phases[0].index, flags, now.steps, now.directive, now.weights, now.reward
+        told = now.steps, now.directive, now.weights, now.reward, now.intervened
+        self._history[now.number] = phases[0].index, flags, *told
         changed = flags & ~before, before & ~flags  # what came, what went
         more, less = ((bool(f & COUNTED), bool(f & SUCCEEDED), bool(f & INTERVENED)) for f in changed)
         for phase in phases:

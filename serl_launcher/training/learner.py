@@ -187,11 +187,16 @@ class Learner:
             if before.actors.mode == "evaluate":
                 self._evaluated(before, directives)
             ended = unrepeated(before.name)
+            self.monitor.write("person", self.state.updates, {"phase": before.name, **self.person_time()})
             for action, source in actions:
                 self._do(action, source, ended)
             if ("checkpoint", None) not in actions:  # a kill must not take the run back into a phase
                 self.checkpoint(ended)  # that the actors have left
         self._direct()
+
+    def person_time(self) -> dict[str, Any]:
+        """Return how long the run has needed a person until now; see PersonTime."""
+        return self.server.person.told(self.counters, self.sources.spec.fps)
 
     def _obey(self) -> None:
         for _, name, argument in self.server.commands:
@@ -270,6 +275,7 @@ class Learner:
             self.server.presence.look(phase, made)
             self._show(phase)
             self.server.link.send(m.Heartbeat({"waits_for": self._waits_for()[:LONGEST]}))
+            self.server.link.send(m.Status())  # its answer tells of the person's time
         self.publisher.turn()
         self.keeper.turn(self.state.updates, self._state)
 
@@ -300,6 +306,7 @@ class Learner:
             "sources": self.sources.state_dict(), "torch": torch.get_rng_state(), "command": self.server.newest_command,
             "wall_s": self.wall_s, "phases": self.state.plan.outline, "evaluations": self.evaluations,
             "starts": self.counters.starts, "cost_s": self.keeper.schedule.cost, "changes": self.changes,
+            "person": self.server.person.state_dict(),
         }  # fmt: skip
 
     def _resume(self, saved: Mapping[str, Any] | None) -> None:
@@ -319,6 +326,9 @@ class Learner:
         self.counters.starts |= saved.get("starts", {})
         self.changes = list(saved.get("changes", ()))
         if saved["algorithm"] is not None and saved["phases"] == self.state.plan.outline:
+        if told := saved.get("person"):  # checkpoints of before have none
+            self.server.person.load_state_dict(told)
+        if saved["algorithm"] is not None and saved["phases"] == list(self.state.plan.phases):
             edits = self.state.load_state_dict(saved["plan"], accept=self.accept_plan, progress=self._progress())
             self.evaluations = saved["evaluations"]
             phase = self.state.phase

@@ -55,7 +55,7 @@ class Monitor:
     def write_episode(self, episode: EpisodeInfo, updates: int, wall_s: float) -> None:
         """Write an episode that ended, once, whatever is told of it later."""
         values = {
-            "phase": episode.phase, "steps": episode.steps, "return": episode.reward,
+            "phase": episode.phase, "task": episode.task, "steps": episode.steps, "return": episode.reward,
             "success": None if episode.success is None else succeeded(episode), "intervened": episode.intervened,
             "weights": episode.weights, "updates": updates, "wall_s": round(wall_s, 2),
         }  # fmt: skip

@@ -33,7 +33,7 @@ def wilson(successes: int, episodes: int) -> tuple[float, float]:
 def write(
     path: Path, *, env_steps: int, episodes: int, assisted: int, updates: int, wall_s: float,
     evaluations: Sequence[Mapping[str, Any]], weights_sha256: str, curve: Sequence[Mapping[str, Any]], dropped: int = 0,
-    changes: Sequence[Mapping[str, Any]] = (),
+    changes: Sequence[Mapping[str, Any]] = (), person: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Write the summary to `path` and learning_curve.png beside it, and return the summary.
 
@@ -44,6 +44,7 @@ def write(
     Without any, the file keeps the results of an earlier plan. weights_sha256: of the newest weights.
     curve: {env_steps (up to its end), success (None: not judged), return, intervened} of each training episode.
     dropped: updates that steps were due and the learner was too slow for. changes: {updates, what} of settings.
+    person: how long the run needed a person (person_time.py).
     """
     results, earlier = [_result(evaluation) for evaluation in evaluations], read(path)
     is_newest = bool(results) and evaluations[-1].get("weights_sha256", weights_sha256) == weights_sha256
@@ -59,7 +60,7 @@ def write(
         "eval": {**results[-1], "weights_sha256": weights_sha256} if is_newest else None,
     }
     counts = {"env_steps": env_steps, "episodes": episodes, "assisted": assisted, "updates": updates}
-    counts |= {"updates_dropped": dropped, "changes": list(changes)}
+    counts |= {"updates_dropped": dropped, "changes": list(changes), "person": dict(person or {})}
     counts |= {"wall_s": round(wall_s, 1), "weights_sha256": weights_sha256}
     summary = counts | (measured if results else {name: earlier.get(name) for name in measured})
     with replaced(path) as aside:

@@ -11,6 +11,7 @@ from serl_client.connection import Connection
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.service.link import ask
 from serl_launcher.training.counters import RunCounters
+from serl_launcher.training.person_time import PersonTime
 from serl_launcher.training.presence import Presence
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class ServerSync:
 
     def __init__(self, link: Connection, counters: RunCounters, on_ended: Callable[[EpisodeInfo], None]) -> None:
         self.link, self._counters, self._on_ended = link, counters, on_ended
-        self.presence = Presence()
+        self.presence, self.person = Presence(), PersonTime()
         self.commands: list[Sequence[Any]] = []
         self.newest_command = self._revision = 0
         self._has_asked = self._is_behind = False  # a Sync is under way; its latest answer was not all there is
@@ -77,6 +78,8 @@ class ServerSync:
         while (message := self.link.receive()) is not None:
             if isinstance(message, m.Synced):
                 self._take(message)
+            elif isinstance(message, m.Status):
+                self.person.hear(message.report["clients"])
             elif isinstance(message, m.Failed):
                 log.warning("server: %s", message.text)
                 self._has_asked, self._next_sync = False, clock.monotonic() + RETRY_S

@@ -147,7 +147,7 @@ def summarise(learner: Learner, run_dir: Path) -> None:
     write = functools.partial(
         report.write, env_steps=counters.env_steps, episodes=len(done), assisted=int((done & ASSISTED > 0).sum()),
         updates=learner.state.updates, wall_s=learner.wall_s, evaluations=evaluations, weights_sha256=version,
-        dropped=round(learner.state.dropped), changes=learner.changes,
+        dropped=round(learner.state.dropped), changes=learner.changes, person=learner.person_time(),
         curve=curve(counters, [phase.name for phase in phases if phase.actors.mode == "collect"]),
     )  # fmt: skip
     report.show([write(path) for path in files][-1], evaluated=bool(evaluations))

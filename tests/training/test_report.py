@@ -9,6 +9,7 @@ import pytest
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.training import report
 from serl_launcher.training.counters import RunCounters
+from serl_launcher.training.person_time import PersonTime
 from serl_launcher.training.plan_reader import load_plan
 from serl_launcher.training.trainer import summarise
 
@@ -129,6 +130,7 @@ def ended(run_dir, phases, *, updates, sha256, evaluated=None):
     summarise(SimpleNamespace(
         counters=counters, evaluations=evaluations, wall_s=1.0, publisher=SimpleNamespace(version={"sha256": sha256}),
         state=SimpleNamespace(plan=plan, updates=updates, dropped=2.6), changes=[{"updates": 5, "what": "batch_size"}],
+        person_time=lambda: PersonTime().told(counters, 10),
     ), run_dir)  # fmt: skip
     return report.read(run_dir / "summary.json")
 
@@ -137,6 +139,7 @@ def test_every_plan_that_ends_tells_the_run_as_it_is_now(tmp_path):
     """In one folder: demonstrations, then a clone, then more of it, and twice a look at what came out."""
     first = ended(tmp_path, DEMONSTRATE, updates=0, sha256="a")
     assert (first["env_steps"], first["episodes"], first["assisted"], first["eval"]) == (200, 20, 3, None)
+    assert (first["person"]["demonstrations_min"], first["person"]["takeovers_min"]) == (0.28, 0.02), "170 and 12 steps"
     second = ended(tmp_path, CLONE | EVALUATE, updates=2000, sha256="b", evaluated=47)
     assert (second["updates"], second["eval"]["success"], second["eval"]["weights_sha256"]) == (2000, 0.94, "b")
     assert (second["env_steps"], second["episodes"], second["updates_dropped"]) == (200, 20, 3)
