@@ -47,7 +47,7 @@ CHAIN = Chain(np.array([  # of arm.xml
 ]))  # fmt: skip
 
 SIDE = 0.06  # metres to the left or to the right of the robot, from which on a block lies there
-REACH = np.array([[0.26, -0.19], [0.54, 0.19]])  # metres, x and y of a block that the tool comes down on
+REACH = WORKSPACE[:, :2] + np.array([[-0.01], [0.01]])  # metres, x and y of a block that the fingers can grip
 LET_GO = {"release": {"gripper": OPEN}, "rise": {"z": 0.2}}
 WAYPOINTS = {  # of each goal, to a scene in which it may begin
     "pick": {"aside": {"x": [0.32, 0.48], "y": [-0.12, 0.12]}, "down": {"z": 0.03}, **LET_GO}, "sides": LET_GO,

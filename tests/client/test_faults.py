@@ -6,7 +6,7 @@ from serl_client.errors import ConfigError, RobotFault
 from serl_client.faults import Faults
 from serl_client.status import ActorStatus
 
-from tests.shared.actors import STATE, CountingEnv, FakeClient, Keys, run
+from tests.shared.actors import STATE, CountingEnv, FakeClient, Keys, WaitingClient, run
 
 
 @pytest.fixture
@@ -155,6 +155,17 @@ def test_after_a_fault_nothing_moves_until_the_person_is_ready_and_then_it_goes_
     assert set(between) == {"stop", "recover"}
     assert between.count("recover") == 2  # the first ready came while the button was pressed
     assert client.lengths == [1, 13]
+
+
+def test_the_seconds_until_a_person_says_ready_are_counted(spec, clock):
+    """After a fault, as waiting; before each of two resets by hand as those."""
+    env, status, client = Failing(spec, fails_in=[2]), ActorStatus(), WaitingClient(spec, clock)
+    person, asked = Keys({}), {}  # when each question was first shown
+    person.poll = lambda: (
+        ["ready"] if clock.now > asked.setdefault((status.driver, len(env.log)), clock.now) + 60 else []
+    )
+    run(env, client, episodes=2, operator=person, reset="operator", status=status)
+    assert (status.waiting_s, status.reset_s) == (pytest.approx(60, abs=0.2), pytest.approx(120, abs=0.4))
 
 
 @pytest.mark.parametrize("there", [None, False, True])

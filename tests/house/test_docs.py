@@ -13,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from serl_client.errors import ConfigError, RobotFault
 
+from robot_infra.resets import resets_of
 from serl_launcher.config import composed, factory
 from serl_launcher.training.plan_reader import plan_of
 from tests.shared.common import CONFIG, ROOT
@@ -78,6 +79,30 @@ def test_the_robot_of_the_page_on_robots_moves_within_its_limits_after_somebody_
         executed = env.step(np.full(3, 9.0, np.float32)).executed
         np.testing.assert_allclose(executed, [0.15, -0.35, 0.03], atol=0.02)  # a step at most, not what was asked for
         assert env.step(None).success is None
+
+
+@pytest.mark.slow
+def test_the_two_tasks_and_waypoints_of_that_page_bring_its_robot_home(tmp_path, monkeypatch):
+    text = (ROOT / "docs/robots.md").read_text()
+    (code,), (task, *others) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
+    (tmp_path / "my_robot.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = {"task": yaml.safe_load(task.replace("robot_infra.drivers.my_robot", "my_robot"))}
+    (said,) = (yaml.safe_load(other) for other in others if "waypoints" in other)
+    config["task"]["env"] |= said | {"address": str(tmp_path / "arm"), "home_speed": 1.0}
+    with factory(OmegaConf.create(config), "task.env")() as env:
+        env.recover()
+        resets = resets_of(env, "other_task", 10)
+        resets.ended(True)
+        assert env.task == said["task"][1]
+        env.home(0)
+        seen = [env.robot.observe().values["observation.state"]]
+        while not env.is_home:
+            seen.append(env.robot.observe().values["observation.state"])
+        assert resets.trouble == ""
+    shoulder, elbow, _ = np.array(seen).T
+    assert elbow.min() == pytest.approx(-0.8)
+    assert (shoulder[-1], elbow[-1]) == pytest.approx((0, -0.5))
 
 
 @pytest.mark.slow

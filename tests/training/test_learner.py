@@ -206,6 +206,18 @@ def test_the_pace_is_kept_over_a_restart(live, connect, server):
     assert second.updates == tolerance + 4 * STEPS
 
 
+def test_what_actors_tell_of_a_persons_time_is_kept_over_a_restart(server, live, connect):
+    plan = plan_of(practise=phase(until="operator"))
+    life, client = live(server, plan).begin(), connect(server)
+    client.report({"hand_resets": 2, "reset_s": 90.0, "waiting_s": 30.0})
+    until(lambda: life.learner.person_time()["hand_resets"])
+    client.command("next")
+    leave(client, life)
+    (written,) = [line for line in read(server.run_dir / "metrics.jsonl") if line["kind"] == "person"]
+    for told in (written, live(server, plan).run().learner.person_time()):
+        assert (told["hand_resets"], told["resets_min"], told["waiting_min"], told["takeovers_min"]) == (2, 1.5, 0.5, 0)
+
+
 @pytest.mark.slow
 def test_an_operators_command_is_carried_out_once_over_all_restarts(server, live, connect):
     plan = plan_of(**{name: phase(until="operator") for name in ("one", "two", "three")})
