@@ -18,10 +18,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.chunks import RULES, chunk_policy, deadline_of
 from serl_client.client import TrainerClient
+from serl_client.connection import tcp
 from serl_client.console import LiveDisplay, console, log_as
+from serl_client.controller import RemotePolicy
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.keys import Key, named
-from serl_client.reach import Lookout
+from serl_client.reach import Look, Lookout, why_silent
 from serl_client.runner import run_actor
 from serl_client.several import Share, run_several
 from serl_client.starts import alone
@@ -109,21 +111,21 @@ def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
         run_dir = writable(Path(str(config.run_dir)))
         take_over(run_dir, config.share, is_learner=False)
         folder = writable(run_dir / "actors" / name)
+        address = tcp(str(config.ip), config.port)
         with TrainerClient(
-            f"tcp://{config.ip}:{config.port}", actor=name, spec=env.spec, outbox=folder / "outbox",
+            address, actor=name, spec=env.spec, outbox=folder / "outbox",
             capacity=int(config.outbox_gb * 1e9), paced=env.clock == "simulated", has_operator=env.has_operator,
             weights_folder=folder / "weights" if local else None, key=key,
+            inference_port=None if config.inference_port == "auto" else config.inference_port,
         ) as client, closing(local_source(config, client) if local else client) as source:  # fmt: skip
             controller = chunk_policy(
                 source, chunks=config.chunks, deadline=deadline, n_action_steps=config.n_action_steps, clock=env.clock
             )
             status = ActorStatus()
             keys = operator.legend(getattr(keyboard, "legend", {"keys": LEGEND} if keyboard.has_terminal else {}))
-            lookout = Lookout(
-                lambda: client.connected, str(config.ip), int(config.port), has_key=key is not None,
-                refusal=lambda: client.refusal,
-            )  # fmt: skip
-            with lookout, LiveDisplay(shown, lambda: rows(status, client, keys, lookout), lambda: status.driver):
+            lookouts = watched(client, controller, address, has_key=key is not None, local=local)
+            display = LiveDisplay(shown, lambda: rows(status, client, keys, lookouts), lambda: status.driver)
+            with lookouts["learner"], lookouts["actions"], display:
                 run_actor(
                     env, controller, client, seed=config.seed, operator=operator, reset=config.reset, status=status,
                     share=share, resets=resets,
@@ -131,13 +133,37 @@ def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
     return 0
 
 
-def rows(status: ActorStatus, client: TrainerClient, keys: Mapping[str, str], lookout: Lookout) -> dict[str, str]:
+def watched(
+    client: TrainerClient, controller: RemotePolicy, address: str, *, has_key: bool, local: bool
+) -> dict[str, Lookout]:  # fmt: skip
+    """What an actor waits for, by its name in the console: the learner, and who answers its questions."""
+
+    def find_actions() -> Look:
+        if local:
+            return Look(False, client.pulling, "see the learner's screen: does its trainer run?")
+        return why_silent(client.inference, has_key=has_key, option="inference_port")
+
+    learner = Lookout(
+        "the learner", lambda: client.silence, lambda: why_silent(address, has_key=has_key),
+        refusal=lambda: client.refusal,
+    )  # fmt: skip
+    what = "the learner's weights" if local else "the inference process"
+    return {
+        "learner": learner,
+        "actions": Lookout(what, lambda: controller.silence if client.connected else 0.0, find_actions),
+    }
+
+
+def rows(
+    status: ActorStatus, client: TrainerClient, keys: Mapping[str, str], lookouts: Mapping[str, Lookout]
+) -> dict[str, str]:  # fmt: skip
     """What the actor's console shows."""
     records, size = client.pending
     return {
         **keys,
         "phase": f"{status.phase or '-'} ({status.mode})" + f": {status.because}" * bool(status.because),
-        "learner": str(lookout),
+        "learner": str(lookouts["learner"]),
+        **({"actions": str(lookouts["actions"])} if lookouts["actions"].told else {}),
         "episodes": f"{status.episodes}, {status.steps} steps, now {status.episode or '-'}",
         f"of last {RECENT}": f"success {status.unassisted} unassisted, {status.assisted} assisted",
         "takeovers": f"{status.takeovers}",

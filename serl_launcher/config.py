@@ -41,6 +41,7 @@ OTHERS = {  # {a word of other projects' scripts, such as Hi-ORS and HIL-SERL: w
     "exp_name": "say run_dir=runs/...",
 }
 ALSO = {"log": False, "task.cameras": "auto"}  # what they take besides their default's kind
+INFERENCE_PORT = 5589  # of a learner
 DAMAGED = "bring it back from a backup, or delete it, and say again what this run was begun with"
 NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the environment")  # lines that help nobody
 
@@ -73,6 +74,8 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
     _check_read(folder, [word for word in words if word not in remembered], made)
     if (kept := _remembered(place)) and not _trains(made):
         made.remembered = kept
+    if OmegaConf.select(made, "inference_port") == "auto" and not made.actor:
+        made.inference_port = INFERENCE_PORT
     return made
 
 

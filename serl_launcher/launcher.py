@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
+from serl_client.connection import tcp
 from serl_client.errors import ConfigError, RetakeError, full_disk
 from serl_client.frames import MAX_HISTORY
 from serl_client.lockfile import lock_folder, sign
@@ -30,6 +31,7 @@ from serl_launcher.datasets.export import FINISH_S, recorded, wanted
 from serl_launcher.error_log import ERRORS, first_line, write_traceback
 from serl_launcher.service.access import AllowList, check_address
 from serl_launcher.service.link import report_end
+from serl_launcher.service.router import cannot_listen
 from serl_launcher.service.sockets import SERVER, socket_folder
 from serl_launcher.sharing import check_user, group_of, take_over
 from serl_launcher.store.creation import capacities_there
@@ -66,8 +68,8 @@ def launch(config: DictConfig) -> int:
     if config["keys"]:
         AllowList(Path(config["keys"]))
     group_of(config.share)
-    check_address(f"tcp://{config.host}:{config.port}", config["keys"])
-    check_address(f"tcp://{config.bridge.host}:{config.bridge.port}", config["keys"], "bridge.host")
+    check_address(tcp(config.host, config.port), config["keys"])
+    check_address(tcp(config.bridge.host, config.bridge.port), config["keys"], "bridge.host")
     run_dir = writable(Path(str(config.run_dir)))
     with _lock(run_dir) as lock, socket_folder() as sockets:
         check_ports(config)
@@ -186,15 +188,13 @@ def check_ports(config: DictConfig) -> None:
             continue
         if (other := taken.setdefault(port, name)) != name:
             raise ConfigError(f"{other} and {name} are both {port}: choose another {name}=...")
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
             except (OSError, OverflowError, TypeError) as error:
-                raise ConfigError(
-                    f"cannot listen on {host}:{port} ({getattr(error, 'strerror', None) or error}). "
-                    f"Is another learner running (`ss -ltnp` names it)? Stop it, or choose {name}=..."
-                ) from None
+                why = str(getattr(error, "strerror", None) or error)
+                raise ConfigError(cannot_listen(tcp(host, port), why, name)) from None
 
 
 def _lock(run_dir: Path) -> IO[str]:

@@ -42,7 +42,7 @@ def main() -> None:
             link.send(m.Bye())
             time.sleep(0.05)
     except TrainerError as error:
-        print(explained(error, options.ip, options.port, has_key=options.key is not None), file=sys.stderr)
+        print(explained(error, address, has_key=options.key is not None), file=sys.stderr)
         sys.exit(lying(options.run_dir) if options.run_dir else 1)
     print(json.dumps(report.report, indent=2) if options.json else "\n".join(map(cleaned, lines(report.report))))
 

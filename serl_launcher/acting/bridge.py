@@ -20,6 +20,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from serl_client import clock
 from serl_client import messages as m
+from serl_client.connection import tcp
 from serl_client.console import throttled
 from serl_client.controller import decision_seed
 from serl_client.errors import ConfigError, MessageError
@@ -70,7 +71,7 @@ class Bridge:
         allowed: the folder of tools/keys.py, of which each client needs an Api-Key; None: everybody is let in.
         run_dir: the run's folder, for the traceback of what ends the bridge.
         """
-        check_address(f"tcp://{address[0]}:{address[1]}", allowed, "bridge.host")
+        check_address(tcp(*address), allowed, "bridge.host")
         if host.acting.history > 1:
             raise ConfigError(
                 f"bridge.port={address[1]}: the policy looks at {host.acting.history} observations, and an openpi "

@@ -16,7 +16,7 @@ import zmq
 from omegaconf import DictConfig
 from serl_client import clock
 from serl_client import messages as m
-from serl_client.connection import received
+from serl_client.connection import received, tcp
 from serl_client.console import log_as
 from serl_client.errors import ConfigError, MessageError
 from torch import Tensor
@@ -262,7 +262,7 @@ def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], Non
             budget.check_acting(budget.of_acting(make), memory.free(device, 1), device)
         server = InferenceServer(
             PolicyHost(build(config, spec), spec, device), run_dir / "weights",
-            f"tcp://{config.host}:{config.inference_port}", keys=Path(config["keys"]) if config["keys"] else None,
+            tcp(config.host, config.inference_port), keys=Path(config["keys"]) if config["keys"] else None,
         )  # fmt: skip
         bridge = bridge_of(config, server.host, server.ask, run_dir)
         stopped: list[int] = []

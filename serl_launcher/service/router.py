@@ -69,6 +69,15 @@ class Router(zmq.Socket[bytes]):
         return sum(mine.values()) + size <= UNREAD_BYTES * min(len({identity, *mine}), FLEET)
 
 
+def cannot_listen(address: str, why: str, option: str) -> str:
+    """Return what a person is told of an address that cannot be listened on. `why`: the system's words, which have
+    several causes each."""
+    return (
+        f"cannot listen on {address.removeprefix('tcp://')} ({why}): `ss -ltnp` shows which program has a port, and "
+        f"`ip addr` which addresses this machine has. Stop that program, or choose another {option}=... or host"
+    )
+
+
 def bound(
     context: zmq.Context, address: str, *, prepare: Callable[[zmq.Socket], None] = lambda _: None, option: str = "port"
 ) -> Router:
@@ -82,9 +91,9 @@ def bound(
     socket = context.socket(zmq.ROUTER, socket_class=Router)
     socket._unread, socket.copy_threshold = {}, LARGE
     for setting, value in (
-        (zmq.LINGER, 0), (zmq.MAXMSGSIZE, wire.MAX_ARRAY), (zmq.ROUTER_MANDATORY, 0), (zmq.SNDHWM, QUEUED),
-        (zmq.RCVHWM, 0), (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 10), (zmq.TCP_KEEPALIVE_INTVL, 5),
-        (zmq.TCP_KEEPALIVE_CNT, 3), (zmq.BACKLOG, 1024),
+        (zmq.LINGER, 0), (zmq.IPV6, "[" in address), (zmq.MAXMSGSIZE, wire.MAX_ARRAY), (zmq.ROUTER_MANDATORY, 0),
+        (zmq.SNDHWM, QUEUED), (zmq.RCVHWM, 0), (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 10),
+        (zmq.TCP_KEEPALIVE_INTVL, 5), (zmq.TCP_KEEPALIVE_CNT, 3), (zmq.BACKLOG, 1024),
     ):  # fmt: skip
         socket.setsockopt(setting, value)
     prepare(socket)
@@ -92,7 +101,5 @@ def bound(
         socket.bind(address)
     except zmq.ZMQError as error:
         context.destroy(linger=0)
-        raise ConfigError(
-            f"cannot listen on {address}: {error.strerror}. Is another learner running? Stop it, or choose {option}=..."
-        ) from None
+        raise ConfigError(cannot_listen(address, str(error.strerror), option)) from None
     return socket

@@ -17,7 +17,7 @@ import zmq
 from omegaconf import DictConfig, OmegaConf
 from serl_client import clock, wire
 from serl_client import messages as m
-from serl_client.connection import received
+from serl_client.connection import received, tcp
 from serl_client.console import log_as, throttled
 from serl_client.errors import MessageError, Refused, ServerFailed
 from serl_client.names import check_names
@@ -292,11 +292,11 @@ def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None
     log_as("server", logging.WARNING)
     for told in ("store.files", "service.welcome"):  # how large the store will be, and what it leaves out
         logging.getLogger(f"serl_launcher.{told}").setLevel(logging.INFO)
-    host = "*" if config.host == "0.0.0.0" else config.host
+    host = "*" if config.host in ("0.0.0.0", "::") else config.host  # an actor puts the host there by which it came
     store: Any = OmegaConf.to_container(config.store)
     serve(
-        run_dir, store["capacities"], public=f"tcp://{config.host}:{config.port}", local=local,
-        inference=f"tcp://{host}:{config.inference_port}", archived=store["archived"], on_silence=store["on_silence"],
+        run_dir, store["capacities"], public=tcp(config.host, config.port), local=local,
+        inference=tcp(host, config.inference_port), archived=store["archived"], on_silence=store["on_silence"],
         keys=Path(config["keys"]) if config["keys"] else None, extras=store["extras"], history=store["history"],
         unread=store["unread"], begun=begun,
     )  # fmt: skip

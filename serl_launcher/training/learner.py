@@ -325,10 +325,9 @@ class Learner:
         self.keeper.resume(saved.get("cost_s", 0.0))
         self.counters.starts |= saved.get("starts", {})
         self.changes = list(saved.get("changes", ()))
-        if saved["algorithm"] is not None and saved["phases"] == self.state.plan.outline:
         if told := saved.get("person"):  # checkpoints of before have none
             self.server.person.load_state_dict(told)
-        if saved["algorithm"] is not None and saved["phases"] == list(self.state.plan.phases):
+        if saved["algorithm"] is not None and saved["phases"] == self.state.plan.outline:
             edits = self.state.load_state_dict(saved["plan"], accept=self.accept_plan, progress=self._progress())
             self.evaluations = saved["evaluations"]
             phase = self.state.phase

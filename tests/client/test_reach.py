@@ -6,14 +6,16 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import zmq
 from serl_client import reach
 from serl_client.client import TrainerClient
+from serl_client.connection import tcp
 from serl_client.errors import Refused
-from serl_client.reach import Lookout, look
+from serl_client.reach import Lookout, look, why_silent
 
 from tests.shared.common import PATIENCE, ROOT, TRAIN, free_port, until
 
@@ -23,9 +25,14 @@ def lookout(clock, caplog):
     """lookout(port, ip) -> one that speaks at once, whose `is_there` says whether the learner is; `said` is the log."""
     caplog.set_level(logging.INFO)
 
-    def make(port, ip="127.0.0.1", has_key=False):
-        learner = SimpleNamespace(is_there=False)
-        made = Lookout(lambda: learner.is_there, ip, port, has_key=has_key)
+    def make(port, ip="127.0.0.1", has_key=False, option="port"):
+        learner, began = SimpleNamespace(is_there=False, heard=clock.monotonic()), clock.monotonic()
+
+        def silence():
+            learner.heard = clock.monotonic() if learner.is_there else learner.heard
+            return 0.0 if learner.is_there else clock.monotonic() - max(began, learner.heard)
+
+        made = Lookout("the learner", silence, lambda: why_silent(tcp(ip, port), has_key=has_key, option=option))
         clock.advance(reach.SILENCE)
         return made, learner, lambda: [record.getMessage() for record in caplog.records]
 
@@ -44,14 +51,15 @@ def test_a_closed_port_is_said_once_and_so_is_the_return(lookout, clock):
     assert str(watcher) == f"AWAY, never heard: nobody listens at 127.0.0.1:{port}"
     learner.is_there = True
     watcher.watch()
-    assert (said()[1:], str(watcher)) == (["the learner is there"], "connected")
+    assert (said()[1:], str(watcher)) == (["the learner answers"], "connected")
     learner.is_there = False
     watcher.watch()
-    assert (len(said()), str(watcher)) == (2, "AWAY, last heard 0 s ago"), "not before the silence has lasted"
+    clock.advance(1.0)
+    assert (len(said()), str(watcher)) == (2, "AWAY, last heard 1 s ago"), "not before the silence has lasted"
     clock.advance(reach.SILENCE)
     watcher.watch()
-    assert said()[2].startswith("the learner has left: nobody listens")
-    assert str(watcher).startswith(f"AWAY, last heard {reach.SILENCE:.0f} s ago: nobody")
+    assert said()[2].startswith("the learner answers no more: nobody listens")
+    assert str(watcher).startswith(f"AWAY, last heard {reach.SILENCE + 1:.0f} s ago: nobody")
     watcher._refusal = lambda: "another run"
     watcher.watch()
     assert (len(said()), str(watcher).rpartition(": ")[2]) == (3, "another run"), "its client has said it"
@@ -70,7 +78,7 @@ def test_another_program_that_speaks_zeromq_is_no_learner(lookout):
         assert look("127.0.0.1", port, has_key=False).ok
         watcher, _, said = lookout(port)
         watcher.watch()
-        assert f"127.0.0.1:{port} does not answer to Hello" in said()[0]
+        assert f"127.0.0.1:{port} takes connections and does not answer" in said()[0]
         keyed, _, said = lookout(port, has_key=True)
         keyed.watch()
         assert "has no keys, and key= is given" in said()[-1]
@@ -85,7 +93,7 @@ def test_what_is_found_later_is_said_too_and_looks_are_rare(lookout, monkeypatch
     assert len(said()) == len(found) == 1, "the second look comes later"
     clock.advance(reach.AGAIN)
     watcher.watch()
-    assert "127.0.0.1:1 does not answer to Hello" in said()[1]
+    assert "127.0.0.1:1 takes connections and does not answer" in said()[1]
 
 
 def test_it_looks_by_itself_and_its_end_waits_for_no_look(lookout, monkeypatch):
@@ -115,16 +123,55 @@ def test_an_address_that_is_none_ends_the_actor_with_one_sentence(spec, tmp_path
     assert "Traceback" not in caplog.text
 
 
+@pytest.fixture
+def acting(tmp_path):
+    """acting(port, *words): an actor runs as a script starts it with &: its standard input is no terminal, and SIGINT
+    is ignored. `said()` is its log. It ends with Ctrl-C."""
+
+    @contextmanager
+    def act(port, *words):
+        said = tmp_path / "said"
+        command = [sys.executable, TRAIN, "actor=true", f"port={port}", f"run_dir={tmp_path / 'run'}", *words]
+        with open(said, "w") as file, subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        ) as actor:  # fmt: skip
+            try:
+                yield said.read_text
+                actor.send_signal(signal.SIGINT)
+                assert actor.wait(PATIENCE) == 130
+            finally:
+                actor.kill()
+
+    return act
+
+
 @pytest.mark.slow
-def test_an_actor_without_learner_terminal_or_interrupts_says_what_it_waits_for_and_ends_with_ctrl_c(tmp_path):
-    """As a script starts it with &: its standard input is no terminal, and SIGINT is ignored."""
-    port, said = free_port(), tmp_path / "said"
-    command = [sys.executable, TRAIN, "actor=true", f"port={port}", f"run_dir={tmp_path / 'run'}"]
-    with open(said, "w") as file, subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-    ) as actor:  # fmt: skip
-        until(lambda: f"nobody listens at 127.0.0.1:{port}" in said.read_text())
-        actor.send_signal(signal.SIGINT)
-        assert actor.wait(PATIENCE) == 130
-    assert "motion keys" not in said.read_text()
+def test_an_actor_without_learner_terminal_or_interrupts_says_what_it_waits_for_and_ends_with_ctrl_c(acting):
+    with acting(port := free_port()) as said:
+        until(lambda: f"nobody listens at 127.0.0.1:{port}" in said())
+    assert "motion keys" not in said()
+
+
+@pytest.mark.slow
+def test_an_inference_port_that_is_closed_is_told_and_the_word_that_is_named_opens_it(learner, acting):
+    """As behind a tunnel that has another port, or none, for actions."""
+    learner.notice.directive.update(mode="collect", explore=True, weights=None)
+    learner.inference_port = closed = free_port()
+    with acting(learner.port, "task=fake") as said:
+        until(lambda: f"nothing is heard of the inference process: nobody listens at 127.0.0.1:{closed} (" in said())
+        assert "compare inference_port= there and here" in said()
+        assert "nothing is heard of the learner" not in said()
+    assert not learner.records
+    with acting(learner.port, "task=fake", f"inference_port={learner.port}"):
+        until(lambda: learner.records)
+
+
+@pytest.mark.slow
+def test_weights_that_do_not_come_are_told(learner, acting):
+    learner.notice.directive.update(mode="collect", explore=True, weights=None)
+    with acting(learner.port, "task=fake", "inference=local") as said:
+        until(lambda: "nothing is heard of the learner's weights: the learner has published no weights yet" in said())
+        learner._weightsrequest = lambda identity, request: None
+        learner.tell(weights={"version": 4, "sha256": "a" * 64, "size": 10})
+        until(lambda: "part 1 of 1 of weights 4 was asked for, and has not come" in said())

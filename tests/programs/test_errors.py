@@ -124,7 +124,7 @@ def make_store(run_dir, spec):
         ("learner=true max_env_steps=5", ["plan.sources.online.capacity: should be a whole number >= 100, not 5"]),
         ("learner=true task.verdict.success=lots", ["task.verdict.success=lots: should be a number, like 1.0"]),
         ("learner=true host=0.0.0.0", ["0.0.0.0: without keys the learner listens on loopback only", "keys.py make"]),
-        ("learner=true port=99999", ["cannot listen on 127.0.0.1:99999", "choose port=..."]),
+        ("learner=true port=99999", ["cannot listen on 127.0.0.1:99999", "choose another port=..."]),
         ("learner=true port=7777 inference_port=7777", ["both 7777: choose another inference_port=..."]),
         ("learner=true run_dir=/proc/nowhere", ["cannot write to /proc/nowhere", "choose another run_dir=..."]),
         ("actor=true task=fake run_dir=/proc/nowhere", ["cannot write to /proc/nowhere", "another run_dir=..."]),
@@ -259,7 +259,8 @@ def test_a_port_in_use_is_named(main, name):
         port = other.getsockname()[1]
         said = main("learner=true", f"{name}={port}")
     assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in said
-    assert f"Stop it, or choose {name}=..." in said
+    assert f"`ss -ltnp` shows which program has a port" in said
+    assert f"choose another {name}=..." in said
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ class FakeLearner:
         self.heard = []  # all but records, in order
         self.steps_per_ack = None  # a paced actor may be so many steps ahead of what is here
         self.port, self.secret = 0, b""  # with a secret key it encrypts
+        self.inference_port = 0  # what it says; 0: its own
         self.damaged = 0  # pushes that did not fit their checksums
         self._gaps, self._peers = set(), {}
         self._outgoing = []
@@ -111,7 +112,7 @@ class FakeLearner:
         sessions = [*(session for session, _ in hello.earlier), hello.session]
         expected = [[session, self.expected.get(session, 0)] for session in sessions]
         notice = self._notice_for(hello.session)
-        inference = f"tcp://*:{self.port}"
+        inference = f"tcp://*:{self.inference_port or self.port}"
         return m.Welcome(self.run, 3, self.window, expected, None, inference, dataclasses.asdict(notice))
 
     def _notice_for(self, session):

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from serl_client import messages as m
-from serl_client.connection import Connection
+from serl_client.connection import Connection, tcp
 from serl_client.errors import ConfigError, Timeout, VersionMismatch
 from serl_client.keys import Key, known_as, named
 from serl_client.outbox import Outbox
@@ -49,7 +49,7 @@ def ports(run: Run) -> Iterator[Finding]:
 def keys(run: Run) -> Iterator[Finding]:
     """Who is let in, and whether anybody may be reached from elsewhere."""
     folder = Path(run.config["keys"]) if run.config["keys"] else None
-    check_address(f"tcp://{run.config.host}:{run.config.port}", folder)
+    check_address(tcp(run.config.host, run.config.port), folder)
     if folder is None:
         yield Finding("ok", f"none, and host={run.config.host} is reached from this machine alone")
         return
@@ -113,7 +113,7 @@ def protocol(run: Run) -> Iterator[Finding]:
 @contextmanager
 def _viewer(host: str, port: int, key: Key | None) -> Iterator[Connection]:
     """A connection to a learner that takes its leave."""
-    link = Connection(f"tcp://{host}:{port}", m.Hello(m.PROTOCOL, "viewer", known_as(key, "doctor")), key)
+    link = Connection(tcp(host, port), m.Hello(m.PROTOCOL, "viewer", known_as(key, "doctor")), key)
     try:
         yield link
     finally:

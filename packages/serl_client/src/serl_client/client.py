@@ -37,6 +37,7 @@ class TrainerClient(Closing):
     has_operator: this actor can demonstrate.
     weights_folder: where weights are pulled to, this client's own folder; None: no weights are pulled.
     key: file that lets this actor in (docs/security.md); None: the learner asks for no keys.
+    inference_port: of the learner's host as it is reached from here, as by a tunnel; None: the port that it says.
 
     A learner that is away, slow or stopped is no error: see `connected` and `pending`. The next call
     raises TrainerError for what cannot be mended: another run, another Spec, a second client of this name, or a bug
@@ -46,6 +47,7 @@ class TrainerClient(Closing):
     def __init__(
         self, address: str, *, actor: str, spec: Spec, outbox: Path, capacity: int = CAPACITY, paced: bool = False,
         has_operator: bool = False, weights_folder: Path | None = None, key: Path | None = None,
+        inference_port: int | None = None,
     ) -> None:  # fmt: skip
         self.actor = actor
         own = Key.read(key) if key else None
@@ -54,13 +56,14 @@ class TrainerClient(Closing):
         self._outbox = Outbox(outbox, capacity)
         self._network = Network(
             address, actor=actor, spec=spec, outbox=self._outbox, weights_folder=weights_folder, paced=paced,
-            has_operator=has_operator, key=own,
+            has_operator=has_operator, key=own, inference_port=inference_port,
         )  # fmt: skip
         self.session = self._network.session  # names this start of the actor
         self._send_queue = self._network.send_queue
         self._news = select.poll()
         self._news.register(self._network.news, select.POLLIN)
         self._asked = self._forgotten = 0  # numbers of questions
+        self._began = clock.monotonic()
 
     def __enter__(self) -> Self:
         sys.setswitchinterval(min(SWITCH, sys.getswitchinterval()))
@@ -188,6 +191,21 @@ class TrainerClient(Closing):
     def connected(self) -> bool:
         """Return whether the learner has welcomed this session."""
         return self._network.server.connected
+
+    @property
+    def silence(self) -> float:
+        """Return for how many seconds nothing was heard of the learner; 0.0 while it has welcomed this session."""
+        return 0.0 if self.connected else clock.monotonic() - max(self._began, self._network.server.heard)
+
+    @property
+    def inference(self) -> str:
+        """Return the address that is asked for actions; empty while the learner has named none."""
+        return self._network.inference
+
+    @property
+    def pulling(self) -> str:
+        """Return how far the weights are that are pulled, or why there are none; empty where none are pulled."""
+        return str(self._network.weights or "")
 
     @property
     def pending(self) -> tuple[int, int]:

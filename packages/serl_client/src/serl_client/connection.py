@@ -52,7 +52,7 @@ ANSWERS: dict[type, type[m.Message]] = {
 class Connection(Closing):
     """Keeps one connection, for one thread. `receive`, called now and then, connects again after a break.
 
-    address: of the other side, tcp://host:port or ipc://path.
+    address: of the other side, tcp://host:port (see `tcp`) or ipc://path.
     greeting: the Hello of the next connection.
     key: encrypts, and proves that the other side is the one that the key names; None: neither.
 
@@ -156,6 +156,7 @@ class Connection(Closing):
         socket = zmq.Context.instance().socket(zmq.DEALER)
         for option, value in OPTIONS.items():
             socket.set(option, value)
+        socket.set(zmq.IPV6, "[" in self.address)  # for a name it would find no IPv4 address where there are both
         if self.key is not None:
             socket.curve_publickey, socket.curve_secretkey = self.key.public.encode(), self.key.secret.encode()
             socket.curve_serverkey = self.key.server.encode()
@@ -238,9 +239,14 @@ class Connection(Closing):
         return message
 
 
+def tcp(host: str, port: object) -> str:
+    """Return the address of a TCP port. A literal IPv6 address gets the brackets that it needs."""
+    return f"tcp://[{host.strip('[]')}]:{port}" if host.count(":") > 1 else f"tcp://{host}:{port}"
+
+
 def is_local(address: str) -> bool:
     """Return whether only this machine reaches this address: ipc://path, or tcp:// with a host of loopback."""
-    host = address.removeprefix("tcp://").rpartition(":")[0]
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
         return address.startswith("ipc://") or ipaddress.ip_address(host).is_loopback
     except ValueError:

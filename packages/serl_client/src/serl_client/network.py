@@ -16,7 +16,7 @@ import zmq
 
 import serl_client.clock as clock
 import serl_client.messages as m
-from serl_client.connection import SILENCE, Connection, failure, is_local
+from serl_client.connection import SILENCE, Connection, failure, is_local, tcp
 from serl_client.errors import ConfigError, Ended, MessageError, Refused, Replaced, TrainerError, VersionMismatch
 from serl_client.keys import Key
 from serl_client.outbox import Outbox
@@ -73,7 +73,7 @@ class Network(threading.Thread):
 
     def __init__(
         self, address: str, *, actor: str, spec: Spec, outbox: Outbox, weights_folder: Path | None, paced: bool,
-        has_operator: bool, key: Key | None,
+        has_operator: bool, key: Key | None, inference_port: int | None,
     ) -> None:  # fmt: skip
         super().__init__(name=f"network of {actor}", daemon=True)
         self.session = os.urandom(16).hex()
@@ -94,7 +94,7 @@ class Network(threading.Thread):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._actor, self._robot, self._outbox = actor, spec, outbox
         self._paced, self._has_operator = paced, has_operator
-        self._key = key
+        self._key, self._inference_port = key, inference_port
         self.server = Connection(address, self._greeting(), key)
         self._inference: Connection | None = None
         self._asked: deque[tuple[int, int]] = deque(maxlen=64)  # (number, step) of the questions that were sent
@@ -141,6 +141,11 @@ class Network(threading.Thread):
                 link.close(FAREWELL)
             if self.weights:
                 self.weights.close()
+
+    @property
+    def inference(self) -> str:
+        """Return the address that is asked for actions; empty while the learner has named none."""
+        return self._inference.address if self._inference else ""
 
     @property
     def _links(self) -> list[Connection]:
@@ -302,7 +307,7 @@ class Network(threading.Thread):
         if self._commanded:
             log.warning("the link broke before the learner answered to %s: give it again", self.commands.popleft().name)
             self._commanded, self.ended = 0, (-1, "")
-        address = welcome.inference.replace("*", urlsplit(self.server.address).hostname or "")
+        address = self._inference_at(welcome.inference)
         if self._inference is None or self._inference.address != address:
             if self._inference:
                 self._inference.close()
@@ -310,6 +315,13 @@ class Network(threading.Thread):
         self._is_in, self.refusal = True, ""
         self._change(ordinal=welcome.ordinal)
         self._noticed(self.server.notice)
+
+    def _inference_at(self, said: str) -> str:
+        """Return the address that answers questions: what the learner says, or the port that a tunnel has here."""
+        host, port = urlsplit(self.server.address).hostname or "", urlsplit(said).port
+        if said and (self._inference_port or urlsplit(said).hostname == "*"):
+            return tcp(host, self._inference_port or port)
+        return said
 
     def _noticed(self, notice: m.StateUpdate) -> None:
         before = self.state

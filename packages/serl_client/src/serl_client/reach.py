@@ -1,4 +1,4 @@
-"""Finds out why a learner does not answer (address, firewall, key, another version), and says what to do."""
+"""Finds out why a learner does not answer (address, port, key, another program), and says what to do."""
 
 import logging
 import socket
@@ -6,20 +6,31 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
+from urllib.parse import urlsplit
 
 import serl_client.clock as clock
+from serl_client.connection import tcp
 from serl_client.errors import Disconnected, Timeout, TrainerError
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 3.0  # seconds for one look at the address
-SILENCE = 5.0  # seconds without a learner until an actor says why
-WATCH = 1.0  # seconds between two checks whether the learner is there
+SILENCE = 5.0  # seconds without an answer until an actor says why
+WATCH = 1.0  # seconds between two checks whether there is silence
 AGAIN = 10.0  # seconds between two looks, because the learner counts each as a broken handshake
 # The greeting of every ZeroMQ peer (ZMTP 3.0): this signature and version, the security mechanism, whether the peer is
 # the server, and zeros; GREETING bytes in all.
 OPENING = b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x00"
 GREETING = 64
+PLACES = "on 127.0.0.1 only its own machine reaches it, so use a tunnel (ssh -L {0}:localhost:{0} GPU_BOX) or keys"
+REFUSED = {  # {option of a port: what to do where nobody listens}
+    "port": "start the learner; if it runs, compare port= there, and its host=: " + PLACES + " (docs/security.md)",
+    "inference_port": (
+        "the learner opens it when it knows the robot and has loaded torch, some seconds after the first actor came. "
+        "If it stays closed, see the learner's screen, and compare inference_port= there and here; a tunnel takes this "
+        "port, too (ssh -L {0}:localhost:{0} GPU_BOX)"
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +42,38 @@ class Look:
     advice: str = ""
 
 
-def look(host: str, port: int, *, has_key: bool) -> Look:
+def look(host: str, port: int, *, has_key: bool, option: str = "port") -> Look:
     """Look whether a learner listens there, and whether it asks for keys.
 
-    Takes PATIENCE at most, or longer if the lookup of the host's name fails slowly.
+    option: the setting that chose the port. Takes PATIENCE at most, or longer if the lookup of the host's name fails
+    slowly.
     """
+    place = tcp(host, port).removeprefix("tcp://")
     try:
         greeting, seconds = greeted(host, port)
     except socket.gaierror as error:
         return Look(False, f"{host} is no known name: {error.strerror}", "say the learner's address, ip=10.0.0.5")
     except ConnectionRefusedError:
-        advice = (
-            "start the learner; if it runs, compare port= there, and its host=: on 127.0.0.1 only its own machine "
-            f"reaches it, so use a tunnel (ssh -L {port}:localhost:{port} GPU_BOX) or keys (docs/security.md)"
-        )
-        return Look(False, f"nobody listens at {host}:{port}", advice)
+        return Look(False, f"nobody listens at {place}", REFUSED[option].format(port))
     except (OSError, UnicodeError, OverflowError) as error:
-        advice = "look at the cable, the address (ping) and the firewall of the learner's machine for this port"
-        return Look(False, f"{host}:{port} cannot be reached: {getattr(error, 'strerror', None) or error}", advice)
-    return judged(f"{host}:{port}", greeting, seconds, has_key)
+        advice = (
+            "look at the cable, the address (ping) and the firewall of the learner's machine for this port, "
+            f"which {option}= chooses"
+        )
+        return Look(False, f"{place} cannot be reached: {getattr(error, 'strerror', None) or error}", advice)
+    return judged(place, greeting, seconds, has_key)
+
+
+def look_at(address: str, *, has_key: bool, option: str = "port") -> Look:
+    """Look at an address, tcp://host:port, as `look`."""
+    place = urlsplit(address)
+    return look(place.hostname or "", place.port or 0, has_key=has_key, option=option)
+
+
+def why_silent(address: str, *, has_key: bool, option: str = "port") -> Look:
+    """Look why an address does not answer us."""
+    found = look_at(address, has_key=has_key, option=option)
+    return unwelcome(address.removeprefix("tcp://")) if found.ok else found
 
 
 def greeted(host: str, port: int) -> tuple[bytes, float]:
@@ -85,35 +109,34 @@ def judged(address: str, greeting: bytes, seconds: float, has_key: bool) -> Look
 
 
 def unwelcome(address: str) -> Look:
-    """Return the Look for an address that speaks ZeroMQ and does not answer our Hello."""
-    advice = "a learner that is starting, or stopped (see its screen), or another program: compare port="
-    return Look(False, f"{address} does not answer to Hello", advice)
+    """Return the Look for an address that speaks ZeroMQ and does not answer us."""
+    advice = "a learner that is starting, busy or stopped (see its screen), or another program: compare its port"
+    return Look(False, f"{address} takes connections and does not answer", advice)
 
 
-def explained(error: TrainerError, host: str, port: int, *, has_key: bool) -> str:
+def explained(error: TrainerError, address: str, *, has_key: bool, option: str = "port") -> str:
     """Return why a call got no answer: what a look at the address finds, or else the error's text."""
     if not isinstance(error, Disconnected | Timeout):
         return str(error)
-    found = look(host, port, has_key=has_key)
+    found = look_at(address, has_key=has_key, option=option)
     return str(error) if found.ok else f"{found.text}: {found.advice}"
 
 
 class Lookout:
-    """Logs why the learner has been away for SILENCE, and logs when it is back; a context manager.
+    """Logs why what should answer has been silent for SILENCE, and logs when it answers; a context manager.
 
-    is_connected: returns whether the learner is there. A thread of its own looks, because a look may take seconds.
-    refusal: returns why a learner that is there refuses this client, which the client has told already.
+    what: should answer, such as `the learner`. silence: returns for how many seconds it does not; 0.0 while it does.
+    find: looks for the reason. A thread of its own calls it, because a look may take seconds.
+    refusal: returns why it refuses this client, which the client has told already.
     """
 
     def __init__(
-        self, is_connected: Callable[[], bool], host: str, port: int, *, has_key: bool,
+        self, what: str, silence: Callable[[], float], find: Callable[[], Look], *,
         refusal: Callable[[], str] = lambda: "",
     ) -> None:  # fmt: skip
-        self._refusal = refusal
-        self._is_connected, self._host, self._port, self._has_key = is_connected, host, port, has_key
-        self._left = clock.monotonic()  # when the learner was last there, or when this object was made
+        self._what, self._silence, self._find, self._refusal = what, silence, find, refusal
         self._was_there = False
-        self._told, self._looked = "", 0.0
+        self.told, self._looked = "", 0.0  # told: the reason; empty while there is none
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
 
@@ -126,35 +149,35 @@ class Lookout:
 
     def __str__(self) -> str:
         """Return for the console: connected, or since when not, and why."""
-        if self._is_connected():
+        if not (silence := self._silence()):
             return "connected"
-        heard = f"last heard {clock.monotonic() - self._left:.0f} s ago" if self._was_there else "never heard"
-        return f"AWAY, {heard}" + f": {self._told}" * bool(self._told)
+        heard = f"last heard {silence:.0f} s ago" if self._was_there else "never heard"
+        return f"AWAY, {heard}" + f": {self.told}" * bool(self.told)
 
     def _run(self) -> None:
         while not self._ended.wait(WATCH):
             self.watch()
 
     def watch(self) -> None:
-        """Look once if the learner has been away for long enough, and log what is new."""
-        if self._is_connected():
-            if self._told:
-                log.info("the learner is there%s", " again" * self._was_there)
-            self._left, self._was_there, self._told, self._looked = clock.monotonic(), True, "", 0.0
+        """Look once if there was silence for long enough, and log what is new."""
+        if not (silence := self._silence()):
+            if self.told:
+                log.info("%s answers%s", self._what, " again" * self._was_there)
+            self._was_there, self.told, self._looked = True, "", 0.0
             return
         if refusal := self._refusal():
-            self._told = refusal
+            self.told = refusal
             return
         now = clock.monotonic()
-        if now - self._left < SILENCE or now - self._looked < AGAIN:
+        if silence < SILENCE or now - self._looked < AGAIN:
             return
         self._looked = now
-        found = look(self._host, self._port, has_key=self._has_key)
-        found = unwelcome(f"{self._host}:{self._port}") if found.ok else found
-        if found.text == self._told or self._is_connected() or self._ended.is_set():
+        found = self._find()
+        if found.text == self.told or not self._silence() or self._ended.is_set():
             return
-        self._told = found.text
+        self.told = found.text
         log.warning(
             "%s: %s (%s). This actor waits, keeps what it has, and goes on by itself; Ctrl-C ends it",
-            "the learner has left" if self._was_there else "nothing is heard of the learner", found.text, found.advice,
+            f"{self._what} answers no more" if self._was_there else f"nothing is heard of {self._what}",
+            found.text, found.advice,
         )  # fmt: skip

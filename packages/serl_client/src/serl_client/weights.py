@@ -103,6 +103,13 @@ class WeightsFolder:
         self._pull: _Pull | None = None
         self._resume = 0.0
 
+    def __str__(self) -> str:
+        """Return how far the pull is, for a person who waits for it."""
+        pull = self._pull
+        if pull is not None:
+            return f"part {pull.position + 1} of {pull.count} of weights {pull.version} was asked for, and has not come"
+        return "no weights are complete here" if self._offer else "the learner has published no weights yet"
+
     @property
     def busy(self) -> bool:
         """Return whether there is work that waits for no message."""
