@@ -9,7 +9,7 @@ Only wiring: Hydra composes, this file hands the parts to each other.
 import signal
 import sys
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from serl_client.starts import alone
 from serl_client.status import RECENT, ActorStatus
 from serl_client.words import check_choice
 
-from robot_infra.classifier_judge import judge_by
+from robot_infra.classifier_judge import ClassifierJudge, judge_by
 from robot_infra.resets import resets_of
 from robot_infra.stages import stages_of
 from robot_infra.teleop.keyboard import LEGEND, Keyboard
@@ -103,8 +103,7 @@ def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
     name = named(str(config.name), Key.read(key) if key else None) + f"/{place}" * (config.envs > 1)
     shown = console(name, plain=config.envs > 1)  # first, because a robot says how it is limited
     with factory(config, "task.env")() as env, closing(env.operator or Keyboard()) as keyboard:
-        if config.task.judge.address:
-            judge_by(config.task.judge, env, name=name)
+        judge = judge_by(config.task.judge, env, name=name) if config.task.judge.address else None
         operator = stages_of(env, keyboard, config.task.stages)
         resets = resets_of(env, config.reset, config.reset_patience)
         deadline = deadline_of(config.deadline_s, env.spec.fps, env.clock)
@@ -123,9 +122,11 @@ def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
             )
             status = ActorStatus()
             keys = operator.legend(getattr(keyboard, "legend", {"keys": LEGEND} if keyboard.has_terminal else {}))
-            lookouts = watched(client, controller, address, has_key=key is not None, local=local)
+            lookouts = watched(client, controller, judge, address, has_key=key is not None, local=local)
             display = LiveDisplay(shown, lambda: rows(status, client, keys, lookouts), lambda: status.driver)
-            with lookouts["learner"], lookouts["actions"], display:
+            with ExitStack() as watching:
+                for each in (*lookouts.values(), display):
+                    watching.enter_context(each)
                 run_actor(
                     env, controller, client, seed=config.seed, operator=operator, reset=config.reset, status=status,
                     share=share, resets=resets,
@@ -134,9 +135,10 @@ def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
 
 
 def watched(
-    client: TrainerClient, controller: RemotePolicy, address: str, *, has_key: bool, local: bool
+    client: TrainerClient, controller: RemotePolicy, judge: ClassifierJudge | None, address: str, *, has_key: bool,
+    local: bool,
 ) -> dict[str, Lookout]:  # fmt: skip
-    """What an actor waits for, by its name in the console: the learner, and who answers its questions."""
+    """What an actor waits for, by its name in the console: the learner, and who gives it actions and verdicts."""
 
     def find_actions() -> Look:
         if local:
@@ -148,10 +150,10 @@ def watched(
         refusal=lambda: client.refusal,
     )  # fmt: skip
     what = "the learner's weights" if local else "the inference process"
-    return {
-        "learner": learner,
-        "actions": Lookout(what, lambda: controller.silence if client.connected else 0.0, find_actions),
-    }
+    silence = controller.unanswered
+    actions = Lookout(what, lambda: silence.seconds if client.connected else 0.0, find_actions)
+    judged = {"judge": Lookout("the judge", lambda: judge.unanswered.seconds, judge.why_silent)} if judge else {}
+    return {"learner": learner, "actions": actions, **judged}
 
 
 def rows(
@@ -162,8 +164,7 @@ def rows(
     return {
         **keys,
         "phase": f"{status.phase or '-'} ({status.mode})" + f": {status.because}" * bool(status.because),
-        "learner": str(lookouts["learner"]),
-        **({"actions": str(lookouts["actions"])} if lookouts["actions"].told else {}),
+        **{name: str(each) for name, each in lookouts.items() if name == "learner" or each.told},
         "episodes": f"{status.episodes}, {status.steps} steps, now {status.episode or '-'}",
         f"of last {RECENT}": f"success {status.unassisted} unassisted, {status.assisted} assisted",
         "takeovers": f"{status.takeovers}",

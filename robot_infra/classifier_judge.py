@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from serl_client.connection import Connection
 from serl_client.env import Env, Observation
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.keys import Key
+from serl_client.reach import Look, Unanswered, explained, why_silent
 from serl_client.spec import Array, Spec
 
 from robot_infra.env import RobotEnv
@@ -22,7 +24,7 @@ log = logging.getLogger(__name__)
 
 SCORE = "reached"  # the answer's extra [n]: the probability of each stage; the last one is success
 CONNECT_S = 20.0  # for the first answer
-PATIENCE_S = 5.0  # for an answer on the simulated clock, where no time passes meanwhile; then it is said once
+PATIENCE_S = 5.0  # for an answer on the simulated clock, where no time passes meanwhile
 
 
 class Verdicts:
@@ -82,11 +84,11 @@ class ClassifierJudge(Judge):
         self._first = 1  # number of this episode's first question
         self._is_open = False  # an answer is due
         self._said = ""  # the last complaint since an answer came
-        self._unanswered: float | None = None  # when the first question was asked that got no answer; None: all did
+        self.unanswered = Unanswered()
 
     def reset(self) -> None:
         self._verdicts.reset()
-        self._first, self._is_open, self._unanswered = self._number + 1, False, None
+        self._first, self._is_open = self._number + 1, False
 
     def __call__(self, observation: Observation) -> Verdict:
         self._hear()
@@ -96,28 +98,32 @@ class ClassifierJudge(Judge):
         while self._waits and self._is_open and clock.monotonic() < now + PATIENCE_S:
             self._link.wait(0.05)
             self._hear()
-        if self._unanswered is not None and clock.monotonic() - self._unanswered > PATIENCE_S:
-            late = f"no answer came within task.judge.stale_s={self._verdicts.stale_s:g} for {PATIENCE_S:g} s"
-            self._complain(f"{late}: is its learner running, and fast enough?")
         return self._verdicts.at(now if self._waits else clock.monotonic())
+
+    def why_silent(self) -> Look:
+        """Look why no answer comes in time; takes seconds."""
+        found = why_silent(self._link.address, has_key=self._link.key is not None, option="inference_port")
+        late = f"an answer after more than task.judge.stale_s={self._verdicts.stale_s:g} s is too late"
+        return replace(found, advice=f"{late}; {found.advice}")
 
     def close(self) -> None:
         self._link.close()
 
     def _ask(self, observation: Observation, now: float) -> None:
         self._number, self._asked, self._is_open = self._number + 1, now, True
-        self._unanswered = now if self._unanswered is None else self._unanswered
         arrays = {name: np.array(observation[name], dtype) for name, dtype in self._dtypes.items()}
         if not self._link.send(m.InferenceRequest(self._number, 0, True, False, "", arrays)):
             self._is_open = False
 
     def _hear(self) -> None:
         """Take the answers that have come. Where the learner is gone or refuses, there is no verdict."""
+        self.unanswered.ask()
         try:
             while (message := self._link.receive()) is not None:
                 if isinstance(message, m.InferenceResponse) and message.step == self._number >= self._first:
                     self._verdicts.hear(self._checked(message.arrays[SCORE]), self._asked)
-                    self._is_open, self._unanswered, self._said = False, None, ""
+                    self._is_open, self._said = False, ""
+                    self.unanswered.end()
                 elif isinstance(message, m.Failed):
                     self._complain(message.text)
                     self._is_open &= not self._waits  # in real time it asks again after stale_s
@@ -141,7 +147,8 @@ def _classifier_at(link: Connection, spec: Spec) -> Spec:
     try:
         theirs = Spec.from_dict(link.hello(CONNECT_S).spec or {})
     except RetakeError as error:
-        raise ConfigError(f"{place}: {error}") from None
+        why = explained(error, link.address, has_key=link.key is not None, option="inference_port")
+        raise ConfigError(f"{place}: {why}") from None
     if SCORE not in theirs.extras:
         raise ConfigError(f"{place}: no classifier answers there: give the inference_port of plan=reward_classifier")
     for name, feature in theirs.observation.items():
@@ -154,8 +161,8 @@ def _classifier_at(link: Connection, spec: Spec) -> Spec:
     return theirs
 
 
-def judge_by(options: Mapping[str, Any], env: Env, *, name: str) -> None:
-    """Put a ClassifierJudge in the place of the env's own. The rewards of success and end are its own from now on.
+def judge_by(options: Mapping[str, Any], env: Env, *, name: str) -> ClassifierJudge:
+    """Put a ClassifierJudge in the place of the env's own, and return it. The rewards of success and end are its own.
 
     options: `task.judge` of a run: {address: host:port, key, threshold, rows, stale_s,
         stage_reward}. name: of the actor.
@@ -172,3 +179,4 @@ def judge_by(options: Mapping[str, Any], env: Env, *, name: str) -> None:
         env.judge.judge = judge
     else:
         env.judge = judge
+    return judge

@@ -259,7 +259,7 @@ def test_a_port_in_use_is_named(main, name):
         port = other.getsockname()[1]
         said = main("learner=true", f"{name}={port}")
     assert f"cannot listen on 127.0.0.1:{port} (Address already in use)" in said
-    assert f"`ss -ltnp` shows which program has a port" in said
+    assert "`ss -ltnp` shows which program has a port" in said
     assert f"choose another {name}=..." in said
 
 

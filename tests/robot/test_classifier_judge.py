@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from serl_client import messages as m
 from serl_client.errors import ConfigError, Disconnected, Refused
+from serl_client.reach import Lookout
 from serl_client.spec import Feature, Spec
 
 from robot_infra import classifier_judge as module
@@ -17,7 +18,7 @@ SCORED = {"reached": Feature((1,))}
 class Link:
     """A connection to a learner that answers each question with the next of `scores`; None: not at all."""
 
-    address = "tcp://127.0.0.1:1"
+    address, key = "tcp://127.0.0.1:1", None
 
     def __init__(self, spec, clock, scores=()):
         self.clock = clock
@@ -165,18 +166,25 @@ def test_a_learner_that_is_gone_leaves_the_word_to_the_operator_and_may_come_bac
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_learner_that_answers_nothing_or_too_late_is_told_once_and_again_after_it_came_back(
+def test_a_learner_that_answers_nothing_or_too_late_is_told_in_short_episodes_too_until_it_comes_back(
     judge, caplog, clock, waits
 ):
     made, link = judge(rows=1, stale_s=0.5, waits=waits)
+    lookout = Lookout("the judge", lambda: made.unanswered.seconds, made.why_silent)
     for outage in (1, 2):
-        made.reset()
-        for _ in range(12):
-            assert made(SEEN).success is None
-            clock.advance(0.6)
-        assert caplog.text.count("no answer came within task.judge.stale_s=0.5 for 5 s") == outage
+        for _ in range(4):
+            made.reset()
+            for _ in range(3):
+                assert made(SEEN).success is None
+                clock.advance(0.6)
+        lookout.watch()
+        assert caplog.text.count(": nobody listens at 127.0.0.1:1 (") == outage
+        assert "answer after more than task.judge.stale_s=0.5 s is too late" in caplog.text
+        assert str(lookout).startswith("AWAY")
         link.scores = [0.9] * 2
         assert True in [made(SEEN).success for _ in range(2)]
+        lookout.watch()
+        assert str(lookout) == "connected"
 
 
 def test_a_classifier_of_other_floats_is_asked_with_its_own(spec, clock):
@@ -221,7 +229,7 @@ def test_a_learner_without_a_classifier_or_with_one_for_another_robot_is_refused
 
 def test_where_nobody_answers_or_the_env_judges_itself_the_actor_says_so():
     options = {"address": "127.0.0.1:9", "key": None, "threshold": 0.5, "rows": 2, "stale_s": 0.5, "stage_reward": 0.0}
-    with build() as env, pytest.raises(ConfigError, match=r"task.judge.address=127.0.0.1:9: nobody answers"):
+    with build() as env, pytest.raises(ConfigError, match=r"task.judge.address=127.0.0.1:9: nobody listens at"):
         judge_by(options, env, name="arm")
     with pytest.raises(ConfigError, match="the env of this task is a object, which judges itself"):
         judge_by(options, object(), name="arm")

@@ -9,12 +9,12 @@ import xxhash
 
 import serl_client.clock as clock
 from serl_client.network import Answer
+from serl_client.reach import Unanswered
 from serl_client.spec import Array, Spec
 
 log = logging.getLogger(__name__)
 
 REPEAT = 1.0  # seconds until a question counts as lost and is asked again
-GONE = 3 * REPEAT  # seconds without a question until nobody waits for an answer any more
 
 
 class Controller(Protocol):
@@ -80,16 +80,11 @@ class RemotePolicy:
         self._begun = 0  # step at which the chunk began to act
         self._next: Answer | None = None  # taken, and does not act yet
         self._asked: int | None = None  # step of the oldest question that may still be answered
-        self._asked_at = self._asked_since = 0.0  # the latest question; the first one since an answer came
+        self._asked_at = 0.0
+        self.unanswered = Unanswered()
         self._reset = False
         self._has_acted = False  # in this episode
         self._row = -1
-
-    @property
-    def silence(self) -> float:
-        """Return for how many seconds the questions have had no answer; 0.0: they have, or nothing is asked now."""
-        now = clock.monotonic()
-        return now - self._asked_since if self._asked_since and now < self._asked_at + GONE else 0.0
 
     def begin(self, episode: str, directive: Mapping[str, Any], task: str) -> None:
         self._episode, self._directive, self._task = episode, directive, task
@@ -141,14 +136,12 @@ class RemotePolicy:
             reset=self._reset, explore=self._directive["explore"], task=self._task, prefix=prefix, committed=committed,
         )  # fmt: skip
         self._asked = step if self._asked is None else self._asked
-        now = clock.monotonic()
-        if not self._asked_since or now > self._asked_at + GONE:
-            self._asked_since = now
-        self._asked_at = now
+        self._asked_at = clock.monotonic()
+        self.unanswered.ask()
 
     def _take(self, answer: Answer, step: int) -> None:
         """Keep an answer, unless it is too late or other weights must act. In that case the question is repeated."""
-        self._asked_since = 0.0
+        self.unanswered.end()
         if answer.reset and self._has_acted:
             self.carry_resets += 1
             if not self._reset:

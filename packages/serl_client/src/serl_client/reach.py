@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 PATIENCE = 3.0  # seconds for one look at the address
 SILENCE = 5.0  # seconds without an answer until an actor says why
 WATCH = 1.0  # seconds between two checks whether there is silence
+UNASKED = 3.0  # seconds without a question until nobody waits for an answer any more: each is repeated before
 AGAIN = 10.0  # seconds between two looks, because the learner counts each as a broken handshake
 # The greeting of every ZeroMQ peer (ZMTP 3.0): this signature and version, the security mechanism, whether the peer is
 # the server, and zeros; GREETING bytes in all.
@@ -120,6 +121,30 @@ def explained(error: TrainerError, address: str, *, has_key: bool, option: str =
         return str(error)
     found = look_at(address, has_key=has_key, option=option)
     return str(error) if found.ok else f"{found.text}: {found.advice}"
+
+
+class Unanswered:
+    """Tells for how long questions have had no answer. One thread asks; others may read."""
+
+    def __init__(self) -> None:
+        self._since = self._latest = 0.0
+
+    def ask(self) -> None:
+        """Note that an answer is waited for now."""
+        now = clock.monotonic()
+        if not self._since or now > self._latest + UNASKED:
+            self._since = now
+        self._latest = now
+
+    def end(self) -> None:
+        """Note that an answer has come."""
+        self._since = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return since when, in seconds; 0.0: there was an answer, or none is waited for any more."""
+        now = clock.monotonic()
+        return now - self._since if self._since and now <= self._latest + UNASKED else 0.0
 
 
 class Lookout:
