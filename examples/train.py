@@ -180,7 +180,9 @@ def local_source(config: DictConfig, client: TrainerClient) -> Any:
         from serl_launcher.acting.local import LocalSource
         from serl_launcher.training.build import build, device_of, seed
     except ModuleNotFoundError as error:
-        raise ConfigError(f"inference=local needs {error.name}: uv sync --inexact --extra learner") from None
+        raise ConfigError(
+            f"inference=local needs {error.name}: run `. examples/install.sh --extra learner` here"
+        ) from None
     seed(config)
     spec = client.spec  # one of them: a Welcome may change the client's
     return LocalSource(client, PolicyHost(build(config, spec), spec, device_of(config)))

@@ -55,7 +55,7 @@ def launch(config: DictConfig) -> int:
     Raises ConfigError, before anything is started or changed, for whatever can be found without torch.
     """
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"the learner needs {', '.join(missing)}: run `uv sync --inexact --extra learner` here")
+        raise ConfigError(f"the learner needs {', '.join(missing)}: run `. examples/install.sh --extra learner` here")
     metrics.check(config.log)
     most = ranks_of(config)
     if config.ranks != "auto" or config.nodes > 1 or most == 1:
@@ -148,7 +148,7 @@ def ranks_of(config: DictConfig) -> int:
     if ranks * config.nodes > 1 and ":" in str(config.device):
         raise ConfigError(f"device={config.device} is one GPU, and each of several ranks has its own: say device=cuda")
     if ranks * config.nodes > 1 and missing:
-        raise ConfigError(f"several ranks need {', '.join(missing)}: run `uv sync --inexact --extra vla` here")
+        raise ConfigError(f"several ranks need {', '.join(missing)}: run `. examples/install.sh --extra vla` here")
     return ranks
 
 

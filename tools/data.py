@@ -95,7 +95,7 @@ def merge(out: Path, folders: Sequence[Path]) -> tuple[int, int]:
     Raises ConfigError when OUT is there, when one is no dataset or is named twice, or when they differ.
     """
     if lacking := shards.missing():
-        raise ConfigError(f"merging needs {', '.join(lacking)}: run `uv sync --inexact --extra data` here")
+        raise ConfigError(f"merging needs {', '.join(lacking)}: run `. examples/install.sh --extra data` here")
     if out.exists():
         raise ConfigError(f"{out} is there already: name a new folder")
     if len({folder.resolve() for folder in folders}) < len(folders):

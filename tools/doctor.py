@@ -17,7 +17,7 @@ try:
 except ModuleNotFoundError as missing:
     sys.exit(
         f"FAIL packages: {missing.name} is not installed for this Python\n"
-        "     run `uv sync --inexact` here, then .venv/bin/python tools/doctor.py ..."
+        "     run `. examples/install.sh` here, then .venv/bin/python tools/doctor.py ..."
     )
 
 

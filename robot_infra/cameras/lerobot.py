@@ -32,7 +32,7 @@ def camera_config(name: str, options: Mapping[str, Any]) -> Any:
     try:
         registry = importlib.import_module("lerobot.cameras.configs").CameraConfig
     except ModuleNotFoundError as error:
-        raise ConfigError(f"cameras need {error.name}: run `uv sync --inexact --extra robots`") from None
+        raise ConfigError(f"cameras need {error.name}: run `. examples/install.sh --extra robots`") from None
     return configuration(registry, "cameras", f"cameras.{name}", options)
 
 

@@ -102,4 +102,4 @@ def load_mujoco() -> Any:
     try:
         return importlib.import_module("mujoco")
     except ModuleNotFoundError:
-        raise ConfigError("mujoco is missing: run `uv sync --inexact --extra sim`") from None
+        raise ConfigError("mujoco is missing: run `. examples/install.sh --extra sim`") from None

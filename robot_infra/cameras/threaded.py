@@ -125,7 +125,7 @@ def _resized(image: Array, height: int, width: int) -> Array:
     try:
         import cv2
     except ModuleNotFoundError:
-        raise ConfigError("size of a camera needs opencv: run `uv sync --inexact --extra robots`") from None
+        raise ConfigError("size of a camera needs opencv: run `. examples/install.sh --extra robots`") from None
     made: Any = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
     return made.reshape(height, width, -1)
 

@@ -27,7 +27,7 @@ class FeetechGripper:
             from lerobot.motors import Motor, MotorCalibration, MotorNormMode
             from lerobot.motors.feetech import FeetechMotorsBus
         except ModuleNotFoundError as error:
-            raise ConfigError(f"a gripper needs {error.name}: uv sync --inexact --extra robots") from None
+            raise ConfigError(f"a gripper needs {error.name}: run `. examples/install.sh --extra robots`") from None
         self._port = port
         self._bus = FeetechMotorsBus(
             port, {NAME: Motor(id, "sts3215", MotorNormMode.RANGE_0_100)}, {NAME: MotorCalibration(id, 0, 0, low, high)}

@@ -183,7 +183,7 @@ def _made(kind: str, options: Mapping[str, Any], address: str) -> Any:
     try:
         module = importlib.import_module(f"lerobot.{room}")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"lerobot's robots need {error.name}: uv sync --inexact --extra robots") from None
+        raise ConfigError(f"lerobot's robots need {error.name}: run `. examples/install.sh --extra robots`") from None
     defaults = {"disable_torque_on_disconnect": False, **({"port": address} if address else {})}
     config = configuration(getattr(module, registry), room, where, options, defaults=defaults)
     try:

@@ -205,12 +205,12 @@ def _make(env_id: str, options: Mapping[str, Any], wrap: Callable[[Any], Any]) -
     try:
         import gymnasium
     except ModuleNotFoundError:
-        raise ConfigError("gymnasium is missing: run `uv sync --inexact --extra sim`") from None
+        raise ConfigError("gymnasium is missing: run `. examples/install.sh --extra sim`") from None
     try:
         return wrap(gymnasium.make(env_id, disable_env_checker=True, **options))
     except (gymnasium.error.Error, ModuleNotFoundError, TypeError) as error:
         words = " ".join(str(error).split())
-        cure = next((f": run `uv sync --inexact --extra {EXTRAS[name]}`" for name in EXTRAS if name in words), "")
+        cure = next((f": run `. examples/install.sh --extra {EXTRAS[name]}`" for name in EXTRAS if name in words), "")
         if not cure and isinstance(error, ModuleNotFoundError):
             cure = ". Where it lies in a folder of yours, put that on PYTHONPATH (docs/own_task.md)"
         if ":" not in env_id and isinstance(error, gymnasium.error.UnregisteredEnv):

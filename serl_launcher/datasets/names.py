@@ -16,7 +16,7 @@ from serl_client.spec import Feature, Spec
 
 MANIFEST = "retake.json"  # the file in which a shard says what LeRobot has no place for
 LEFT_OUT = "left_out"  # folder beside those of the sources: the episodes that no shard takes, as NumPy files
-INSTALL = "run `uv sync --inexact --extra data` here"
+INSTALL = "run `. examples/install.sh --extra data` here"
 REWARD, DONE, SUCCESS = "next.reward", "next.done", "next.success"
 TERMINATED, TRUNCATED = "next.terminated", "next.truncated"
 INTERVENED, CHUNK_START, GAP, CHUNK_DELAY, TIME = "intervened", "chunk_start", "gap", "chunk_delay", "time"

@@ -229,7 +229,7 @@ def _h5py() -> Any:
     try:
         import h5py
     except ModuleNotFoundError:
-        raise ConfigError("a robomimic file needs h5py: run `uv sync --inexact --extra h5py` here") from None
+        raise ConfigError("a robomimic file needs h5py: run `. examples/install.sh --extra h5py` here") from None
     return h5py
 
 

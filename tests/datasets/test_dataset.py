@@ -14,7 +14,7 @@ from tests.shared.common import STATE
 
 from .lerobots import CAMERA
 
-pytest.importorskip("lerobot", reason="the extra `data` is not installed: uv sync --inexact --extra data")
+pytest.importorskip("lerobot", reason="the extra `data` is not installed: . examples/install.sh --extra data")
 pytestmark = pytest.mark.slow  # lerobot's writer, in a process of its own
 
 

@@ -27,7 +27,7 @@ from tests.shared.programs import Programs, facts
 
 from .exporting import bring, catalog
 
-pytest.importorskip("lerobot", reason="the extra `data` is not installed: uv sync --inexact --extra data")
+pytest.importorskip("lerobot", reason="the extra `data` is not installed: . examples/install.sh --extra data")
 pytestmark = pytest.mark.slow  # lerobot's writer, in a process of its own
 
 

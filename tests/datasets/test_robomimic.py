@@ -15,7 +15,7 @@ from tests.shared.tools import called
 
 from .exporting import bring, catalog
 
-h5py = pytest.importorskip("h5py", reason="the extra `h5py` is not installed: uv sync --inexact --extra h5py")
+h5py = pytest.importorskip("h5py", reason="the extra `h5py` is not installed: . examples/install.sh --extra h5py")
 
 ENV_ARGS = {
     "env_name": "Lift",

@@ -29,6 +29,7 @@ from serl_launcher.store.store import Store
 from tests.shared.common import CONFIG, PATIENCE, own_ports
 from tests.shared.here import TRAIN, serving, start
 from tests.shared.programs import Programs
+from tests.shared.tools import installs
 
 SOURCES = {"demo": 5000, "online": 20_000, "eval": 20_000}  # of the plan quickstart
 
@@ -197,18 +198,18 @@ def test_help_and_the_config_are_shown(monkeypatch, capsys, words, lines):
 @pytest.mark.parametrize(
     ("words", "missing", "sentence"),
     [
-        ("actor=true task=sim_arm", "mujoco", "mujoco is missing: run `uv sync --inexact --extra sim`"),
+        ("actor=true task=sim_arm", "mujoco", "mujoco is missing: run `. examples/install.sh --extra sim`"),
         ("actor=true task=sim_arm task.cameras=true", "OpenGL", "libosmesa6): install them, or say task.cameras=f"),
-        ("actor=true task=gym task.env_id=A", "gymnasium", "gymnasium is missing: run `uv sync --inexact --extra sim`"),
-        ("actor=true task=fake inference=local", "torch", "needs torch: uv sync --inexact --extra learner"),
-        ("learner=true", "torch", "the learner needs torch: run `uv sync --inexact --extra learner`"),
-        ("learner=true", "matplotlib", "the learner needs matplotlib: run `uv sync --inexact --extra learner`"),
-        ("learner=true plan=sft plan.sources.demo.dataset=a.hdf5", "h5py", "a robomimic file needs h5py: run `uv sync"),
+        ("actor=true task=gym task.env_id=A", "gymnasium", "gymnasium is missing: run `. examples/install.sh"),
+        ("actor=true task=fake inference=local", "torch", "needs torch: run `. examples/install.sh --extra learner"),
+        ("learner=true", "torch", "the learner needs torch: run `. examples/install.sh --extra learner`"),
+        ("learner=true", "matplotlib", "the learner needs matplotlib: run `. examples/install.sh --extra learner`"),
+        ("learner=true plan=sft plan.sources.demo.dataset=a.hdf5", "h5py", "a robomimic file needs h5py: run"),
         ("learner=true log=wandb-online", "wandb", "--extra wandb`): install it, or say log=false"),
         ("learner=true log=tensorboard", "tensorboard", "tensorboard is not installed (`. examples/install.sh --extra"),
         (
             "learner=true +plan.sources.online.archive=lerobot", "lerobot",
-            "archive: lerobot of online needs lerobot: run `uv sync --inexact --extra data` here, or say",
+            "archive: lerobot of online needs lerobot: run `. examples/install.sh --extra data` here, or say",
         ),
     ],
 )  # fmt: skip
@@ -219,7 +220,10 @@ def test_a_missing_extra_is_named_before_there_is_a_run_folder(main, monkeypatch
     if missing == "OpenGL":
         monkeypatch.setattr(gl, "backend", lambda: "")
     monkeypatch.delenv("WANDB_MODE")
-    assert sentence in main(*words.split(), "run_dir=run")
+    said = main(*words.split(), "run_dir=run")
+    assert sentence in said
+    if missing != "OpenGL":
+        assert installs(said, tmp_path)[0] == "--extra"
     assert not list(tmp_path.glob("run/*.yaml"))
 
 

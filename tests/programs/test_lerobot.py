@@ -13,8 +13,8 @@ from tests.programs.people import Person
 from tests.shared import oracle
 from tests.shared.plugins import publish
 
-pytest.importorskip("lerobot", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
-pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
+pytest.importorskip("lerobot", reason="the extra `robots` is not installed: . examples/install.sh --extra robots")
+pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed: . examples/install.sh --extra robots")
 pytestmark = pytest.mark.slow
 
 

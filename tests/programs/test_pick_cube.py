@@ -12,7 +12,7 @@ import pytest
 from tests.programs.people import Person
 from tests.shared.common import CONFIG, ROOT
 
-pytest.importorskip("gym_hil", reason="the extra `hil` is not installed: uv sync --inexact --extra hil")
+pytest.importorskip("gym_hil", reason="the extra `hil` is not installed: . examples/install.sh --extra hil")
 pytestmark = pytest.mark.nightly
 
 WORDS = ["task=pick_cube", "task.env.fps=20", "task.env.options.random_block_position=false", "deadline_s=0.04"]

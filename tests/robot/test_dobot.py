@@ -235,7 +235,9 @@ def test_an_address_where_nobody_is_says_so():
 
 @pytest.mark.slow  # lerobot's import of torch takes seconds
 def test_a_gripper_on_a_bus_of_its_own_is_one_more_entry_and_its_fault_stops_the_arm(make):
-    pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
+    pytest.importorskip(
+        "scservo_sdk", reason="the extra `robots` is not installed: . examples/install.sh --extra robots"
+    )
     with FeetechBus(ids=(1, 2, 3, 4, 5, 21)) as bus:
         served, arm = make("V3", {"gripper": {"port": bus.path, "id": 21}})
         assert (list(arm.entries)[-1], arm.entries["gripper"], arm.ranges) == ("gripper", "%", {"gripper": [0, 100]})
@@ -263,7 +265,9 @@ def test_a_gripper_on_a_bus_of_its_own_is_one_more_entry_and_its_fault_stops_the
 
 @pytest.mark.slow  # lerobot's import of torch takes seconds
 def test_a_gripper_whose_port_vanished_is_a_fault_and_comes_back_with_it(tmp_path):
-    pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
+    pytest.importorskip(
+        "scservo_sdk", reason="the extra `robots` is not installed: . examples/install.sh --extra robots"
+    )
     port, options = tmp_path / "port", {"ids": (1, 2, 3, 4, 5, 21)}
     with FeetechBus(**options) as bus:
         port.symlink_to(bus.path)

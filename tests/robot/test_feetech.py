@@ -15,7 +15,7 @@ from robot_infra.sim.feetech import ENDS, FeetechBus
 from tests.shared.common import ROOT, until
 
 pytestmark = pytest.mark.slow  # lerobot's import of torch takes seconds
-MISSING = "the extra `robots` is not installed: uv sync --inexact --extra robots"
+MISSING = "the extra `robots` is not installed: . examples/install.sh --extra robots"
 PING, READ, WRITE, SYNC_READ, EVERYONE = 1, 2, 3, 0x82, 0xFE
 TORQUE, GOAL, PRESENT = 40, 42, 56
 

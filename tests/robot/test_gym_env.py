@@ -256,7 +256,9 @@ def test_a_task_that_does_not_fit_is_refused_in_one_sentence(options, words, sen
 
 def test_a_task_whose_package_is_missing_says_which_extra_has_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "minigrid", None)
-    with pytest.raises(ConfigError, match=r"cannot make minigrid:Some-v0: .*run `uv sync --inexact --extra minigrid`"):
+    with pytest.raises(
+        ConfigError, match=r"cannot make minigrid:Some-v0: .*run `. examples/install.sh --extra minigrid`"
+    ):
         GymEnv("minigrid:Some-v0")
 
 

@@ -19,8 +19,8 @@ from tests.shared.plugins import publish
 from tests.shared.tools import called
 from tools.checks.common import CONFIG
 
-pytest.importorskip("lerobot", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
-pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed: uv sync --inexact --extra robots")
+pytest.importorskip("lerobot", reason="the extra `robots` is not installed: . examples/install.sh --extra robots")
+pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed: . examples/install.sh --extra robots")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("patient_drivers")]  # its import of torch takes seconds
 
 

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import re
 import runpy
 import subprocess
 import sys
@@ -31,6 +33,21 @@ def typed(name, *words):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout + done.stderr
+
+
+def installs(said, folder):
+    """The words that uv gets, in a copy of the repository, from the command of a message that names install.sh."""
+    (command,) = re.findall(r"`([^`]*examples/install\.sh[^`]*)`", said)
+    copy = folder / "copy"
+    (copy / "examples").mkdir(parents=True)
+    (copy / "examples/install.sh").write_text((ROOT / "examples/install.sh").read_text())
+    (copy / "uv").write_text('#!/bin/sh\necho "$@"\n')
+    (copy / "uv").chmod(0o755)
+    (copy / "git").symlink_to("/bin/true")
+    path = f"{copy}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-euc", command], cwd=copy, env={"PATH": path}, capture_output=True, text=True)
+    assert done.stdout.startswith("sync --quiet --inexact"), done.stderr
+    return done.stdout.split()[3:]
 
 
 def told_by_example(name, script, *words):

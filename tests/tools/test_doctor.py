@@ -8,10 +8,10 @@ import sys
 import threading
 import time
 from contextlib import closing
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import zmq
 from omegaconf import OmegaConf
 from serl_client import Feature, Outcome, Spec, messages
 from serl_client.client import TrainerClient
@@ -25,7 +25,7 @@ from tests.shared.clients import connected
 from tests.shared.common import free_port, own_ports
 from tests.shared.robots import TimedCamera, build, point
 from tests.shared.servers import ServerThread
-from tests.shared.tools import called, typed
+from tests.shared.tools import called, installs, typed
 from tools.checks import machine, network, robot
 from tools.checks.common import CONFIG, Run
 from tools.checks.sides import examined, looked
@@ -118,9 +118,8 @@ def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch
     run = planned("learner", tmp_path)
     assert found(machine.packages, run)[0] in ("ok", "WARN")
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    assert_says(
-        machine.packages, run, "FAIL", "not installed: safetensors: run `uv sync --inexact --extra learner` here"
-    )
+    assert_says(machine.packages, run, "FAIL", "not installed: safetensors: run ")
+    assert installs(found(machine.packages, run)[1], tmp_path) == ["--extra", "learner"]
     assert found(machine.packages, planned("actor", tmp_path))[0] in ("ok", "WARN")  # which needs none
 
 
@@ -174,7 +173,8 @@ def test_nobody_and_somebody_else_at_the_learners_port(tmp_path):
 def test_a_learner_of_another_protocol_is_told_with_both_numbers(learner, tmp_path, monkeypatch):
     monkeypatch.setattr(network, "m", SimpleNamespace(**vars(messages) | {"PROTOCOL": (90, 91)}))
     ours = "{}-{}".format(*messages.PROTOCOL)
-    assert_says(network.protocol, planned("actor", tmp_path, f"port={learner}"), "FAIL", "90-91", ours, "git pull")
+    assert_says(network.protocol, planned("actor", tmp_path, f"port={learner}"), "FAIL", "90-91", ours, "on each")
+    assert installs(found(network.protocol, planned("actor", tmp_path, f"port={learner}"))[1], tmp_path) == []
 
 
 def test_another_robot_and_another_run_are_refused(learner, tmp_path):
@@ -200,14 +200,19 @@ def test_another_robot_and_another_run_are_refused(learner, tmp_path):
     assert_says(network.outbox, run, "FAIL", f"1 records of run {'q' * 12} wait")
 
 
-def test_inference_that_is_not_there_yet_is_no_failure_and_a_port_that_says_nothing_is(tmp_path, monkeypatch):
-    run, address = planned("actor", tmp_path), f"tcp://127.0.0.1:{free_port()}"
-    run.welcome = messages.Welcome("", 0, 1, [], None, address, {})
-    assert found(network.inference, run)[0] == "ok", "it waits for the first actor"
-    run.welcome = replace(run.welcome, spec={})
-    assert_says(network.inference, run, "WARN", "needs some seconds")
-    monkeypatch.setattr(network, "greeted", lambda *_: (_ for _ in ()).throw(TimeoutError("timed out")))
-    assert_says(network.inference, run, "FAIL", "firewall")
+@pytest.mark.parametrize("spec", [None, {}])
+def test_an_inference_port_that_refuses_or_says_nothing_is_never_ok_and_that_of_a_tunnel_counts(tmp_path, spec):
+    run, closed = planned("actor", tmp_path), free_port()
+    run.welcome = messages.Welcome("", 0, 1, [], spec, f"tcp://*:{closed}", {})
+    assert_says(
+        network.inference, run, "WARN", f"nobody listens at 127.0.0.1:{closed}", "compare inference_port= there"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        run.config.inference_port = silent.getsockname()[1]
+        assert_says(network.inference, run, "FAIL", "takes connections and says nothing")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as tunnel:
+        run.config.inference_port = tunnel.bind_to_random_port("tcp://127.0.0.1")
+        assert found(network.inference, run)[0] == "ok"
 
 
 @pytest.mark.slow

@@ -71,7 +71,11 @@ def packages(run: Run) -> Iterator[Finding]:
     """Python and the packages that this run needs, against pyproject.toml."""
     required = SpecifierSet(importlib.metadata.metadata("retake")["Requires-Python"])
     if platform.python_version() not in required:
-        yield Finding("FAIL", f"Python {platform.python_version()}, and {required} is needed", "run `uv sync` here")
+        yield Finding(
+            "FAIL",
+            f"Python {platform.python_version()}, and {required} is needed",
+            "run `. examples/install.sh --python 3.11` here",
+        )
     extras = ["", *(extra for extra, needs in EXTRAS.items() if needs(run.config))]
     requirements = [Requirement(text) for text in importlib.metadata.requires("retake") or ()]
     needed = {
@@ -81,7 +85,7 @@ def packages(run: Run) -> Iterator[Finding]:
     missing = [name for name in needed if importlib.util.find_spec(MODULES.get(name, name.replace("-", "_"))) is None]
     if missing:
         words = "".join(f" --extra {extra}" for extra in extras if extra)
-        yield Finding("FAIL", f"not installed: {', '.join(missing)}", f"run `uv sync --inexact{words}` here")
+        yield Finding("FAIL", f"not installed: {', '.join(missing)}", f"run `. examples/install.sh{words}` here")
         return
     tested = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
     others = [
@@ -89,10 +93,12 @@ def packages(run: Run) -> Iterator[Finding]:
         if item.name in needed and (found := importlib.metadata.version(item.name)) not in item.specifier
     ]  # fmt: skip
     if others:
-        yield Finding("WARN", f"other versions than those tested: {', '.join(others)}", "run `uv sync --inexact` here")
+        yield Finding(
+            "WARN", f"other versions than those tested: {', '.join(others)}", "run `. examples/install.sh` here"
+        )
     if (version := ".".join(platform.python_version_tuple()[:2])) not in TRIED[run.side]:
         tried = ", ".join(TRIED[run.side])
-        advice = f"if something fails, take {TRIED[run.side][0]}: `uv sync --inexact --python {TRIED[run.side][0]}`"
+        advice = f"if something fails, take {TRIED[run.side][0]}: `. examples/install.sh --python {TRIED[run.side][0]}`"
         yield Finding("WARN", f"Python {version} is allowed, but this side was tried with {tried} alone", advice)
     what = ", ".join(extra for extra in extras if extra) or "the base"
     yield Finding("ok", f"Python {platform.python_version()}; {len(needed)} packages for {what}")

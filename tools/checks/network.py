@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from serl_client import messages as m
 from serl_client.connection import Connection, tcp
 from serl_client.errors import ConfigError, Timeout, VersionMismatch
 from serl_client.keys import Key, known_as, named
+from serl_client.network import inference_at
 from serl_client.outbox import Outbox
-from serl_client.reach import Look, greeted, judged, look, unwelcome
+from serl_client.reach import Look, look, look_at, unwelcome
 from serl_client.spec import Spec
 
 from serl_launcher.launcher import check_ports, writable
@@ -98,7 +98,11 @@ def protocol(run: Run) -> Iterator[Finding]:
         with _viewer(str(run.config.ip), run.config.port, run.key) as link:
             run.welcome = link.hello(PATIENCE)
     except VersionMismatch as error:
-        yield Finding("FAIL", str(error), "bring both machines to the same version (git pull, uv sync)")
+        yield Finding(
+            "FAIL",
+            str(error),
+            "bring both machines to the same version: run `git pull && . examples/install.sh` on each",
+        )
         return
     except Timeout:
         yield _finding(unwelcome(f"{run.config.ip}:{run.config.port}"))
@@ -170,19 +174,13 @@ def inference(run: Run) -> Iterator[Finding]:
     """Whether the process that answers with actions can be reached."""
     if run.welcome is None or run.config.inference != "remote":
         return
-    address = run.welcome.inference.replace("*", str(run.config.ip))
-    url = urlsplit(address)
-    try:
-        greeting, seconds = greeted(url.hostname or "", url.port or 0)
-    except OSError as error:
-        advice = "a learner that was started just now needs some seconds for it: ask again. Else see its screen"
-        if isinstance(error, ConnectionRefusedError):  # its machine answers, so it may still be starting
-            state = "ok" if run.welcome.spec is None else "WARN"  # without a Spec it waits for the first actor
-        else:
-            state, advice = "FAIL", f"does a firewall close port {url.port}? See also the learner's inference_port="
-        yield Finding(state, f"no inference at {address} yet: {error}", advice if state != "ok" else "")
-        return
-    yield _finding(judged(address.removeprefix("tcp://"), greeting, seconds, run.key is not None))
+    said = None if run.config.inference_port == "auto" else run.config.inference_port
+    address = inference_at(run.welcome.inference, tcp(str(run.config.ip), run.config.port), said)
+    found = look_at(address, has_key=run.key is not None, option="inference_port")
+    if found.is_refused:  # its machine answers, so it may still be starting, or wait for the first actor
+        yield Finding("WARN", found.text, found.advice)
+    else:
+        yield _finding(found)
 
 
 def outbox(run: Run) -> Iterator[Finding]:

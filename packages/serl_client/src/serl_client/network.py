@@ -307,7 +307,7 @@ class Network(threading.Thread):
         if self._commanded:
             log.warning("the link broke before the learner answered to %s: give it again", self.commands.popleft().name)
             self._commanded, self.ended = 0, (-1, "")
-        address = self._inference_at(welcome.inference)
+        address = inference_at(welcome.inference, self.server.address, self._inference_port)
         if self._inference is None or self._inference.address != address:
             if self._inference:
                 self._inference.close()
@@ -315,13 +315,6 @@ class Network(threading.Thread):
         self._is_in, self.refusal = True, ""
         self._change(ordinal=welcome.ordinal)
         self._noticed(self.server.notice)
-
-    def _inference_at(self, said: str) -> str:
-        """Return the address that answers questions: what the learner says, or the port that a tunnel has here."""
-        host, port = urlsplit(self.server.address).hostname or "", urlsplit(said).port
-        if said and (self._inference_port or urlsplit(said).hostname == "*"):
-            return tcp(host, self._inference_port or port)
-        return said
 
     def _noticed(self, notice: m.StateUpdate) -> None:
         before = self.state
@@ -375,3 +368,13 @@ class Network(threading.Thread):
             self._commanded, self.ended = 0, (-1, "")
         if failed.request == PULL and self.weights:
             self.weights.pause()
+
+
+def inference_at(said: str, learner: str, port: int | None) -> str:
+    """Return the address that answers questions: the learner's own words, `said`, or this port of its host.
+
+    learner: the address by which it is reached from here, whose host stands for a `*`.
+    """
+    if said and (port or urlsplit(said).hostname == "*"):
+        return tcp(urlsplit(learner).hostname or "", port or urlsplit(said).port)
+    return said

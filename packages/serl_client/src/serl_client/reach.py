@@ -36,11 +36,15 @@ REFUSED = {  # {option of a port: what to do where nobody listens}
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Holds what a look at an address found: whether a learner seems to be there, one sentence, and what to do."""
+    """Holds what a look at an address found: whether a learner seems to be there, one sentence, and what to do.
+
+    is_refused: its machine answers, and nobody listens there.
+    """
 
     ok: bool
     text: str
     advice: str = ""
+    is_refused: bool = False
 
 
 def look(host: str, port: int, *, has_key: bool, option: str = "port") -> Look:
@@ -55,7 +59,7 @@ def look(host: str, port: int, *, has_key: bool, option: str = "port") -> Look:
     except socket.gaierror as error:
         return Look(False, f"{host} is no known name: {error.strerror}", "say the learner's address, ip=10.0.0.5")
     except ConnectionRefusedError:
-        return Look(False, f"nobody listens at {place}", REFUSED[option].format(port))
+        return Look(False, f"nobody listens at {place}", REFUSED[option].format(port), is_refused=True)
     except (OSError, UnicodeError, OverflowError) as error:
         advice = (
             "look at the cable, the address (ping) and the firewall of the learner's machine for this port, "
