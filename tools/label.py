@@ -26,6 +26,7 @@ from serl_client.reach import explained
 from serl_client.runner import VERDICTS
 from serl_client.spec import Spec
 
+from serl_launcher.config import address_of
 from serl_launcher.error_log import in_one_sentence
 from serl_launcher.sharing import is_shared, keep_private
 from serl_launcher.store.index import Index
@@ -43,23 +44,24 @@ def main() -> None:
     parser.add_argument("episode", nargs="?")
     parser.add_argument("verdict", nargs="?", choices=tuple(VERDICTS))
     parser.add_argument("--run-dir", type=Path, required=True)
-    parser.add_argument("--ip", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=5588)
+    parser.add_argument("--ip", help="address of the learner (that with which the run was started)")
+    parser.add_argument("--port", type=int, help="its port (that with which the run was started)")
     parser.add_argument("--key", type=Path, help="your key file, for a learner with keys")
     options = parser.parse_args()
     if options.episode and not options.verdict:
         parser.error(f"say what {options.episode} was: {', '.join(VERDICTS)}")
+    if not options.episode:
+        print("\n".join(map(cleaned, listed(options.run_dir))))
+        return
+    address = address_of(options.run_dir, options.ip, options.port)
     try:
-        if not options.episode:
-            print("\n".join(map(cleaned, listed(options.run_dir))))
-            return
         keep_private(is_shared(options.run_dir))
         outcome = Outcome(options.episode, VERDICTS[options.verdict], options.verdict == "discard", judged_by=NAME)
         look_up(options.run_dir, options.episode)
         outbox = options.run_dir / "actors" / NAME / "outbox"
-        label(f"tcp://{options.ip}:{options.port}", outbox, outcome, key=options.key)
+        label(address, outbox, outcome, key=options.key)
     except TrainerError as error:
-        sys.exit(f"error: {explained(error, options.ip, options.port, has_key=options.key is not None)}")
+        sys.exit(f"error: {explained(error, address, has_key=options.key is not None)}")
     print(f"{options.episode}: {options.verdict}")
 
 

@@ -19,6 +19,7 @@ from serl_client.lockfile import holder
 from serl_client.names import cleaned
 from serl_client.reach import explained
 
+from serl_launcher.config import address_of
 from serl_launcher.error_log import in_one_sentence
 
 SILENT_S = 5.0
@@ -28,13 +29,15 @@ KNOWN = ("role", "actor", "seen_s")
 @in_one_sentence()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ip", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=5588)
+    parser.add_argument("--ip", help="address of the learner (127.0.0.1, or that of --run-dir)")
+    parser.add_argument("--port", type=int, help="its port (5588, or that of --run-dir)")
     parser.add_argument("--key", type=Path, help="your key file, for a learner with keys; any role will do")
-    parser.add_argument("--run-dir", type=Path, help="what to say of a learner that does not answer")
+    parser.add_argument(
+        "--run-dir", type=Path, help="the run's folder, here: it knows the port, and what became of the run"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    address = f"tcp://{options.ip}:{options.port}"
+    address = address_of(options.run_dir, options.ip, options.port)
     try:
         key = Key.read(options.key) if options.key else None
         with Connection(address, m.Hello(m.PROTOCOL, "viewer", known_as(key, "status")), key) as link:

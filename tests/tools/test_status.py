@@ -66,6 +66,14 @@ def test_who_is_silent_is_missing(learner, spec):
     until(lambda: all(text in status(learner.port)[1] for text in silent), every=0.3)
 
 
+def test_a_runs_folder_says_at_which_port_its_learner_is(learner, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"host: 0.0.0.0\nport: {learner.port}\n")
+    code, said = called("status", "--run-dir", tmp_path)
+    assert (code, "new: no actor has come yet" in said) == (0, True), said
+    code, said = called("status", "--run-dir", tmp_path, "--port", free_port())
+    assert (code, "nobody listens at 127.0.0.1:" in said) == (1, True), "what is said counts more"
+
+
 @pytest.mark.slow
 def test_a_learner_that_is_down_is_told_by_its_run_folder(tmp_path):
     port, run = free_port(), tmp_path / "run"
