@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +14,13 @@ import zmq
 from serl_client import reach
 from serl_client.client import TrainerClient
 from serl_client.connection import tcp
-from serl_client.errors import Refused
+from serl_client.errors import ConfigError, Refused
 from serl_client.reach import Lookout, look, why_silent
 
-from tests.shared.common import PATIENCE, ROOT, TRAIN, free_port, until
+from serl_launcher.config import composed
+from serl_launcher.launcher import check_ports
+from tests.shared.common import CONFIG, PATIENCE, ROOT, TRAIN, free_port, own_ports, until
+from tests.shared.servers import ServerThread
 
 
 @pytest.fixture
@@ -113,6 +116,21 @@ def test_it_looks_by_itself_and_its_end_waits_for_no_look(lookout, monkeypatch):
     goes_on.set()
     until(lambda: not any(thread.name == "lookout" for thread in threading.enumerate()))
     assert said() == [], "who has left hears no more"
+
+
+def test_ipv6_addresses_are_listened_on_reached_and_looked_at(spec, tmp_path):
+    """As host=::1 and ip=::1 say them; an actor asks for actions at the host by which it came."""
+    with closing(ServerThread(tmp_path / "run", host="::1", inference="tcp://*:7")) as server, TrainerClient(
+        tcp("::1", server.port), actor="arm", spec=spec, outbox=tmp_path / "outbox"
+    ) as client:  # fmt: skip
+        until(lambda: client.connected)
+        assert client.inference == "tcp://[::1]:7"
+        assert look("::1", server.port, has_key=False).text.startswith(f"[::1]:{server.port} answers")
+        config = composed(CONFIG, ["learner=true", "host=::1", f"port={server.port}"])
+        with pytest.raises(ConfigError, match=rf"cannot listen on \[::1\]:{server.port} \(Address already in use\)"):
+            check_ports(config)
+        server.hang_up()
+    check_ports(composed(CONFIG, ["learner=true", "host=::1", *own_ports()]))
 
 
 def test_an_address_that_is_none_ends_the_actor_with_one_sentence(spec, tmp_path, caplog):

@@ -10,7 +10,7 @@ import threading
 
 from serl_client import ConfigError
 from serl_client import messages as m
-from serl_client.connection import Connection
+from serl_client.connection import Connection, tcp
 from serl_client.errors import TrainerError
 from serl_client.keys import Key
 
@@ -160,7 +160,8 @@ class ServerThread(_Asked):
 
     def __init__(self, run_dir, capacities=None, *, inference="tcp://127.0.0.1:1", host="127.0.0.1", **options):
         super().__init__(run_dir)
-        public = f"tcp://{host}:{self.port}"
+        self.address = tcp(host, self.port) if ":" in host else self.address
+        public = tcp(host, self.port)
         self.keys = options.get("keys")
         self.server = Server(
             run_dir, capacities or {"online": 400}, public=public, local=self.local, inference=inference,
