@@ -6,6 +6,8 @@ examples/train.py learner=true|actor=true [task=... algo=... policy=... plan=...
 Only wiring: Hydra composes, this file hands the parts to each other.
 """
 
+import logging
+import shlex
 import signal
 import sys
 from collections.abc import Mapping
@@ -22,7 +24,8 @@ from serl_client.connection import tcp
 from serl_client.console import LiveDisplay, console, log_as
 from serl_client.controller import RemotePolicy
 from serl_client.errors import ConfigError, RetakeError
-from serl_client.keys import Key, named
+from serl_client.identity import keep_name, machine, named, undelivered
+from serl_client.keys import Key
 from serl_client.reach import Look, Lookout, why_silent
 from serl_client.runner import run_actor
 from serl_client.several import Share, run_several
@@ -37,6 +40,8 @@ from robot_infra.teleop.keyboard import LEGEND, Keyboard
 from serl_launcher.config import composed, factory, groups
 from serl_launcher.launcher import launch, writable
 from serl_launcher.sharing import keep_private, take_over
+
+log = logging.getLogger(__name__)
 
 MOST_ENVS = 64
 CONFIG = Path(__file__).resolve().parent.parent / "config"
@@ -77,6 +82,8 @@ def act(config: DictConfig) -> int:
     """Run an actor until the plan ends, or one for each of several simulated environments."""
     check_choice(config.inference, ("remote", "local"), "place", "inference")
     check_choice(config.chunks, tuple(RULES), "rule", "chunks")
+    key = Key.read(Path(config.key)) if config.key else None
+    config.name = named(str(config.name), key, Path(str(config.run_dir)) / "actors")
     if config.envs == 1:
         return act_in(config)
     made: Any = factory(config, "task.env")
@@ -100,7 +107,7 @@ def act_as_one_of(config: DictConfig, place: int, share: Share) -> None:
 def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
     """Act in one environment, number `place` of config.envs, under a name of its own."""
     key, local = Path(config.key) if config.key else None, config.inference == "local"
-    name = named(str(config.name), Key.read(key) if key else None) + f"/{place}" * (config.envs > 1)
+    name = str(config.name) + f"/{place}" * (config.envs > 1)
     shown = console(name, plain=config.envs > 1)  # first, because a robot says how it is limited
     with factory(config, "task.env")() as env, closing(env.operator or Keyboard()) as keyboard:
         judge = judge_by(config.task.judge, env, name=name) if config.task.judge.address else None
@@ -110,6 +117,8 @@ def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
         run_dir = writable(Path(str(config.run_dir)))
         take_over(run_dir, config.share, is_learner=False)
         folder = writable(run_dir / "actors" / name)
+        if place == 0:
+            settle(str(config.name), run_dir / "actors")
         address = tcp(str(config.ip), config.port)
         with TrainerClient(
             address, actor=name, spec=env.spec, outbox=folder / "outbox",
@@ -132,6 +141,19 @@ def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
                     share=share, resets=resets,
                 )  # fmt: skip
     return 0
+
+
+def settle(name: str, actors: Path) -> None:
+    """Keep the machine's name for this folder, and warn of records that other actors have left here."""
+    if name == machine():
+        keep_name(name, actors)
+    words = [word for word in sys.argv[1:] if not word.startswith(("name=", "envs="))]
+    for other, size in undelivered(name, actors).items():
+        command = shlex.join([".venv/bin/python", "examples/train.py", *words, f"name={other}"])
+        log.warning(
+            "%s holds %.1f MB of records that nobody delivers. End this actor and start that one, which delivers them "
+            "first: `%s`", actors / other / "outbox", size / 1e6, command,
+        )  # fmt: skip
 
 
 def watched(

@@ -1,12 +1,9 @@
 """An actor that hears nothing says why, in the words of the doctor, and says when its learner is there again."""
 
 import logging
-import signal
 import socket
-import subprocess
-import sys
 import threading
-from contextlib import closing, contextmanager
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +16,7 @@ from serl_client.reach import Lookout, look, why_silent
 
 from serl_launcher.config import composed
 from serl_launcher.launcher import check_ports
-from tests.shared.common import CONFIG, PATIENCE, ROOT, TRAIN, free_port, own_ports, until
+from tests.shared.common import CONFIG, PATIENCE, free_port, own_ports, until
 from tests.shared.servers import ServerThread
 
 
@@ -139,29 +136,6 @@ def test_an_address_that_is_none_ends_the_actor_with_one_sentence(spec, tmp_path
         with pytest.raises(Refused, match="tcp://no host:1 is no address: say ip="):
             client.check()
     assert "Traceback" not in caplog.text
-
-
-@pytest.fixture
-def acting(tmp_path):
-    """acting(port, *words): an actor runs as a script starts it with &: its standard input is no terminal, and SIGINT
-    is ignored. `said()` is its log. It ends with Ctrl-C."""
-
-    @contextmanager
-    def act(port, *words):
-        said = tmp_path / "said"
-        command = [sys.executable, TRAIN, "actor=true", f"port={port}", f"run_dir={tmp_path / 'run'}", *words]
-        with open(said, "w") as file, subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
-        ) as actor:  # fmt: skip
-            try:
-                yield said.read_text
-                actor.send_signal(signal.SIGINT)
-                assert actor.wait(PATIENCE) == 130
-            finally:
-                actor.kill()
-
-    return act
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from contextlib import closing
 
 import pytest
 import safetensors.torch
-from serl_client.keys import machine
+from serl_client.identity import machine
 
 from serl_launcher.datasets import shards
 from tests.shared import oracle

@@ -7,7 +7,8 @@ import pytest
 from serl_client import ConfigError
 from serl_client.client import TrainerClient
 from serl_client.errors import Refused
-from serl_client.keys import Key, named
+from serl_client.identity import named
+from serl_client.keys import Key
 
 from serl_launcher.service import access as module
 from serl_launcher.service.access import BAN_S, AllowList
@@ -69,20 +70,20 @@ def test_actors_of_several_machines_and_jobs_have_names_of_their_own_without_bei
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("socket.gethostname", lambda: "robot-7.lab.example")
     key = Key.read(keys / "left.key")
-    assert [named(*words) for words in (("auto", None), ("auto", key), ("arm", key), ("arm", None))] == [
+    assert [named(*words, tmp_path) for words in (("auto", None), ("auto", key), ("arm", key), ("arm", None))] == [
         "robot-7", "left", "arm", "arm"
     ]  # fmt: skip
-    assert named("auto", None) == named("auto", None), "a restart finds its outbox"
+    assert named("auto", None, tmp_path) == named("auto", None, tmp_path), "a restart finds its outbox"
     monkeypatch.setenv("SLURM_PROCID", "0")
-    assert named("auto", None) == "robot-7", "one process a machine"
+    assert named("auto", None, tmp_path) == "robot-7", "one process a machine"
     names = set()
     for task, process in (("1", "0"), ("1", "1"), ("2", "0")):
         for variable, value in zip(("ARRAY_TASK_ID", "PROCID", "NTASKS"), (task, process, "2"), strict=True):
             monkeypatch.setenv(f"SLURM_{variable}", value)
-        names.add(named("auto", None))
+        names.add(named("auto", None, tmp_path))
     assert names == {"robot-7-1-0", "robot-7-1-1", "robot-7-2-0"}
     monkeypatch.setattr("socket.gethostname", lambda: "a/b c")
-    assert "/" not in named("auto", None)
+    assert "/" not in named("auto", None, tmp_path)
 
 
 def test_a_ban_ends_after_ten_minutes_and_a_clock_that_was_put_back_ends_it_too(keys, clock):

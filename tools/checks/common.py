@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from serl_client.keys import Key, named
+from serl_client.identity import named
+from serl_client.keys import Key
 from serl_client.messages import Welcome
 from serl_client.spec import Spec
 
@@ -42,8 +43,17 @@ class Run:
     @property
     def folder(self) -> Path:
         """Where this side writes."""
-        folder = Path(str(self.config.run_dir)).resolve()
-        return folder if self.side == "learner" else folder / "actors" / named(str(self.config.name), self.key)
+        return self.actors.parent if self.side == "learner" else self.actors / self.name
+
+    @property
+    def actors(self) -> Path:
+        """Where the actors' folders are."""
+        return Path(str(self.config.run_dir)).resolve() / "actors"
+
+    @property
+    def name(self) -> str:
+        """The actor's."""
+        return named(str(self.config.name), self.key, self.actors)
 
     @property
     def rate(self) -> float:

@@ -1,6 +1,5 @@
 """Checks of what lies between actor and learner: ports, protocol, keys, the run's Spec, clocks and the outbox."""
 
-import fcntl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,9 @@ from typing import Any
 from serl_client import messages as m
 from serl_client.connection import Connection, tcp
 from serl_client.errors import ConfigError, Timeout, VersionMismatch
-from serl_client.keys import Key, known_as, named
+from serl_client.identity import undelivered
+from serl_client.keys import Key, known_as
+from serl_client.lockfile import holder
 from serl_client.network import inference_at
 from serl_client.outbox import Outbox
 from serl_client.reach import Look, look, look_at, unwelcome
@@ -28,16 +29,11 @@ SKEW = 1.0  # seconds
 
 def folder(run: Run) -> Iterator[Finding]:
     """Whether the run's folder can be written, and whether a learner has it already."""
-    lock = writable(run.folder) / "lock"
-    if lock.exists():
-        with open(lock) as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                text = f"{run.folder} is in use by the learner with process {file.read().strip()}"
-                yield Finding("FAIL", text, "stop it (kill that process), or choose run_dir=...")
-                return
-    yield Finding("ok", f"{run.folder} can be written, and no learner runs there")
+    if process := holder(writable(run.folder)):
+        text = f"{run.folder} is in use by the learner with process {process}"
+        yield Finding("FAIL", text, "stop it (kill that process), or choose run_dir=...")
+    else:
+        yield Finding("ok", f"{run.folder} can be written, and no learner runs there")
 
 
 def ports(run: Run) -> Iterator[Finding]:
@@ -68,11 +64,11 @@ def keys(run: Run) -> Iterator[Finding]:
 def key(run: Run) -> Iterator[Finding]:
     """The key of this robot PC."""
     if not run.config.key:
-        run.config.name = named(str(run.config.name), None)
+        run.config.name = run.name
         yield Finding("ok", "none: that is for a learner on this machine, or behind a tunnel")
         return
     run.key = Key.read(Path(run.config.key))
-    run.config.name = named(str(run.config.name), run.key)
+    run.config.name = run.name
     if not run.key.owns(str(run.config.name)):
         advice = f"say name={run.key.name}, or {run.key.name}/2 for a second actor"
         yield Finding("FAIL", f"{run.config.key} is the key of {run.key.name}, not of {run.config.name}", advice)
@@ -186,6 +182,9 @@ def inference(run: Run) -> Iterator[Finding]:
 def outbox(run: Run) -> Iterator[Finding]:
     """What lies in this actor's outbox, and for which run."""
     place = Path(run.folder) / "outbox"
+    for other, size in undelivered(run.name, run.actors).items():
+        text = f"{run.actors / other / 'outbox'} holds {size / 1e6:.1f} MB of records that nobody delivers"
+        yield Finding("WARN", text, f"start the actor once with name={other}: it delivers them first")
     if not place.exists():
         yield Finding("ok", "the outbox is new")
         return

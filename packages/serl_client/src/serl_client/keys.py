@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from zmq.utils import z85
 
 from serl_client.errors import ConfigError
 
-MACHINE_ID = Path("/etc/machine-id")
-UNNAMED = "auto"  # the name in base.yaml of an actor that was given none
 ROLES = ("viewer", "actor", "operator")  # each may do what those before it may
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -56,26 +53,6 @@ def owns(holder: str, name: str) -> bool:
 def known_as(key: Key | None, name: str) -> str:
     """Return the name of a tool: its own, below that of its key if it has one."""
     return f"{key.name}/{name}" if key else name
-
-
-def named(name: str, key: Key | None) -> str:
-    """Return the name of an actor: the given one, else that of its key, else that of its machine."""
-    if name != UNNAMED:
-        return name
-    return key.name if key else machine()
-
-
-def machine() -> str:
-    """Return a name for this machine's actor, the same after a restart, because the name of the outbox depends on it.
-
-    It is the host's name, with the numbers of the array's task and of the process if SLURM has started several.
-    """
-    host = socket.gethostname().partition(".")[0]
-    if host in ("", "localhost"):
-        host = MACHINE_ID.read_text()[:8] if MACHINE_ID.exists() else "actor"
-    several = os.environ.get("SLURM_NTASKS", "1") != "1"
-    numbers = [os.environ.get("SLURM_ARRAY_TASK_ID"), os.environ.get("SLURM_PROCID") if several else None]
-    return re.sub("[^A-Za-z0-9._-]", "-", "-".join([host, *filter(None, numbers)]))[:64]
 
 
 def check_curve(text: Any) -> None:

@@ -56,8 +56,8 @@ def lock_folder(folder: Path, taken: Callable[[str], str]) -> IO[str]:
 
 
 def holder(folder: Path) -> str:
-    """Return the number of the process that has a folder; "" if none has. Nothing is made or changed."""
-    with suppress(FileNotFoundError), open(folder / "lock") as file:
+    """Return the number of the process that has a folder locked, which may be `unknown`; empty where none has."""
+    with suppress(OSError), open(folder / "lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

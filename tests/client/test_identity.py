@@ -1,0 +1,59 @@
+"""Who an actor is: the name that its folder keeps, and the records of others that lie beside its own."""
+
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import closing
+
+import pytest
+from serl_client import Outcome
+from serl_client import messages as m
+from serl_client.client import TrainerClient
+from serl_client.identity import keep_name, named
+from serl_client.outbox import Outbox
+
+from tests.shared.common import PATIENCE, ROOT, free_port, until
+
+
+def test_a_name_that_nobody_gave_is_kept_by_the_folder_for_whoever_is_free_to_take_it(tmp_path, monkeypatch):
+    """A container has another host name at each start."""
+    for name in ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("socket.gethostname", lambda: "second")
+    for damaged in ("", "../../elsewhere", "\n"):
+        (tmp_path / ".name").write_text(damaged)
+        assert named("auto", None, tmp_path) == "second"
+    (tmp_path / ".name").unlink()
+    keep_name("first", tmp_path)
+    keep_name("other", tmp_path)
+    assert named("auto", None, tmp_path) == "first"
+    with closing(Outbox(tmp_path / "first/0/outbox", 1)):
+        assert named("auto", None, tmp_path) == "second", "somebody has that outbox"
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    assert named("auto", None, tmp_path) == "second-3"
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
+    (tmp_path / "second").mkdir()
+    assert named("auto", None, tmp_path) == "second", "it was here before"
+
+
+@pytest.mark.slow
+def test_records_that_another_actor_has_left_are_named_with_the_command_that_delivers_them(
+    learner, acting, spec, tmp_path
+):
+    left = tmp_path / "run/actors/left/outbox"
+    with TrainerClient(f"tcp://127.0.0.1:{free_port()}", actor="left", spec=spec, outbox=left) as away:
+        away.push(Outcome("e0", True))
+    with acting(learner.port, "task=fake", "name=right", "envs=1") as said:
+        told = until(lambda: re.search(r"holds .* records that nobody delivers.*: `(.*)`", said()))
+        until(lambda: learner.hear(m.Heartbeat))
+    assert (str(left) in said(), learner.records) == (True, [])
+    _, *command = shlex.split(told[1])
+    with subprocess.Popen([sys.executable, *command], cwd=ROOT, stdin=subprocess.DEVNULL) as other:
+        until(lambda: learner.records)
+        other.terminate()
+        assert other.wait(PATIENCE) == 130
+    assert [record.episode for _, _, record in learner.records] == ["e0"]
+    with acting(learner.port, "task=fake", "name=right") as said:
+        until(lambda: "IDLE" in said())
+    assert "nobody delivers" not in said()
