@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from serl_client.connection import tcp
 from serl_client.errors import ConfigError, RetakeError, full_disk
 from serl_client.frames import MAX_HISTORY
-from serl_client.lockfile import lock_folder, sign
+from serl_client.lockfile import holder, lock_folder, sign
 from serl_client.names import cleaned
 
 from serl_launcher.config import cameras, saved
@@ -32,9 +32,9 @@ from serl_launcher.error_log import ERRORS, first_line, write_traceback
 from serl_launcher.service.access import AllowList, check_address
 from serl_launcher.service.link import report_end
 from serl_launcher.service.router import cannot_listen
-from serl_launcher.service.sockets import SERVER, socket_folder
+from serl_launcher.service.sockets import RUN_DIR, SERVER, other_runs, socket_folder
 from serl_launcher.sharing import check_user, group_of, take_over
-from serl_launcher.store.creation import capacities_there
+from serl_launcher.store.creation import capacities_there, run_of
 from serl_launcher.store.extras import ANY, with_extras
 from serl_launcher.store.files import make_folder
 from serl_launcher.supervisor import LEARNING, REFUSED, Supervisor, begun_file, killed_with_parent
@@ -74,6 +74,7 @@ def launch(config: DictConfig) -> int:
     with _lock(run_dir) as lock, socket_folder() as sockets:
         check_ports(config)
         check_user(run_dir)
+        _check_original(run_dir, sockets)
         describe_store(config, plan)
         with suppress(sqlite3.Error):  # of a disk: the server says it
             said = plan.capacities
@@ -201,6 +202,19 @@ def _lock(run_dir: Path) -> IO[str]:
     """Lock a run's folder. Raises ConfigError if another process holds it."""
     taken = "{} is in use by the learner with process {}: stop it, or choose run_dir=..."
     return lock_folder(run_dir, lambda process: taken.format(run_dir, process))
+
+
+def _check_original(run_dir: Path, sockets: Path) -> None:
+    """Raise ConfigError if the same run, of which one folder is a copy, is open on this machine: its actors would bring
+    one part of their records to each."""
+    (sockets / RUN_DIR).write_text(str(run_dir))
+    run = run_of(run_dir / "store")
+    for other in other_runs(sockets):
+        if run and run_of(other / "store") == run:
+            raise ConfigError(
+                f"{run_dir} and {other} are copies of one run, and a learner has {other} open (process "
+                f"{holder(other) or 'unknown'}): stop that one first, or choose another run_dir=..."
+            )
 
 
 CHILDREN = {  # process: the module below serl_launcher that has its `main`; only that process imports it

@@ -2,8 +2,9 @@
 
 It lies below XDG_RUNTIME_DIR, or below the system's temporary folder, where others may make any name before us. So it
 gets a new name, and is opened before it is believed: as a folder and no link, with our user as its owner. Its lock is
-that of the open folder. Nothing is written into what was there before. Beside the socket `server` lie the files
-`<process>.begun` (supervisor.py), and what the processes of a run make as temporary files: all goes with the folder.
+that of the open folder. Nothing is written into what was there before. Beside the socket `server` lie the file
+`run_dir`, which names the run's folder, the files `<process>.begun` (supervisor.py), and what the processes of a run
+make as temporary files: all goes with the folder.
 """
 
 import errno
@@ -20,6 +21,7 @@ import zmq
 from serl_client.errors import ConfigError
 
 PREFIX, SERVER = "retake_", "server"  # the folder's name, which mkdtemp completes; the server's socket in it
+RUN_DIR = "run_dir"
 PLACE_BYTES = zmq.IPC_PATH_MAX_LEN - len(f"/{PREFIX}12345678/{SERVER}")  # the longest path that a socket leaves
 
 
@@ -45,6 +47,16 @@ def socket_folder() -> Iterator[Path]:
                 f"your own whose path has at most {PLACE_BYTES} bytes"
             )
         yield folder
+
+
+def other_runs(own: Path) -> Iterator[Path]:
+    """Yield the run folders of our user's other learners that live on this machine. own: our folder of sockets."""
+    for folder in (folder for place in _places() for folder in place.glob(f"{PREFIX}*") if folder != own):
+        with suppress(OSError), _private(folder) as descriptor:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield Path((folder / RUN_DIR).read_text())
 
 
 def _places() -> list[Path]:

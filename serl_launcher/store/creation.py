@@ -1,8 +1,9 @@
 """Makes the files of a new store, and tells whether one is there."""
 
+import sqlite3
 import uuid
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from serl_client.errors import ConfigError
@@ -40,6 +41,15 @@ def capacities_there(folder: Path, asked: Mapping[str, int]) -> dict[str, int]:
     with closing(Index(folder / INDEX)) as index:
         there = index.sources()
     return {name: there[name].capacity if name in there else steps for name, steps in asked.items()}
+
+
+def run_of(folder: Path) -> str:
+    """Return the id of the run whose store lies here; empty where none can be read. Changes nothing."""
+    with suppress(ConfigError, OSError, sqlite3.Error):
+        if is_there(folder):
+            with closing(Index(folder / INDEX)) as index:
+                return str(index.meta("run"))
+    return ""
 
 
 def make_store(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import socket
+import subprocess
 import sys
 from contextlib import closing, contextmanager
 
@@ -72,6 +74,28 @@ def in_use(folder):
         yield []
 
 
+ORIGINAL = """
+import sys, time
+from pathlib import Path
+from serl_launcher import launcher
+launcher.Supervisor = lambda *_, **__: (print("up", flush=True), time.sleep(600))
+from serl_launcher.config import composed
+launcher.launch(composed(Path(sys.argv[1]), sys.argv[2:]))
+"""
+
+
+@contextmanager
+def a_copy(folder):
+    """The folder was copied, and a learner has the original open; its processes are left out."""
+    original = folder.rename(folder.parent / "original")
+    shutil.copytree(original, folder)
+    words = [CONFIG, "learner=true", f"run_dir={original}", *own_ports()]
+    with subprocess.Popen([sys.executable, "-c", ORIGINAL, *words], stdout=subprocess.PIPE) as learner:
+        assert learner.stdout.readline() == b"up\n"
+        yield []
+        learner.kill()
+
+
 def saying(*words):
     @contextmanager
     def saying(_):
@@ -84,6 +108,7 @@ def saying(*words):
     ("hindrance", "why"),
     [
         (in_use, "is in use by the learner with process 4711"),
+        (a_copy, r"copies of one run, and a learner has .*original open \(process \d+\): stop that one first"),
         (listening, "cannot listen on 127.0.0.1"),
         (of_another_format, "has the format 1"),
         (checkpoint_of_another_version, "made by another version of this program"),
@@ -93,7 +118,7 @@ def saying(*words):
         (saying("from=elsewhere"), r"from=/\S*/elsewhere: /\S*/run has begun without other weights"),
         (saying("plan.phases.baseline.until=[operator]", "plan.phases.demonstrate.until=[operator]"), "was edited"),
     ],
-    ids=["in use", "port", "store", "checkpoint", "group", "algorithm", "policy", "from", "plan"],
+    ids=["in use", "copy", "port", "store", "checkpoint", "group", "algorithm", "policy", "from", "plan"],
 )
 def test_a_refused_start_changes_nothing_in_the_folder_that_it_refused(run, monkeypatch, hindrance, why):
     umask = os.umask(0o022)
