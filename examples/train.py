@@ -182,16 +182,19 @@ def rows(
     status: ActorStatus, client: TrainerClient, keys: Mapping[str, str], lookouts: Mapping[str, Lookout]
 ) -> dict[str, str]:  # fmt: skip
     """What the actor's console shows."""
-    records, size = client.pending
+    (records, size), fault = client.pending, client.fault or client.state.degraded
+    because = f": {status.because}" * bool(status.because)
+    moves = status.driver in ("POLICY", "HUMAN") and status.rate > 0
     return {
+        **({"warning": status.warning} if status.warning else {}),
         **keys,
-        "phase": f"{status.phase or '-'} ({status.mode})" + f": {status.because}" * bool(status.because),
+        "phase": (status.phase or "-") + f" ({status.mode})" * (status.mode != status.phase) + because,
         **{name: str(each) for name, each in lookouts.items() if name == "learner" or each.told},
         "episodes": f"{status.episodes}, {status.steps} steps, now {status.episode or '-'}",
         f"of last {RECENT}": f"success {status.unassisted} unassisted, {status.assisted} assisted",
         "takeovers": f"{status.takeovers}",
-        "control": f"{status.rate:.1f} Hz, {status.late} late ticks",
-        "outbox": f"{records} records, {size / 1e6:.1f} MB not acknowledged",
+        "control": f"{status.rate:.1f} Hz, " * moves + f"{status.late} late ticks",
+        "outbox": f"{records} records, {size / 1e6:.1f} MB not acknowledged" + f": {fault}" * bool(fault),
     }
 
 

@@ -56,8 +56,8 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
     start: an evaluation with policy.head.steps=1 does not change how the run trains.
 
     Raises ConfigError for an unknown choice or key, with the nearest right one; for a value of another kind than the
-    yaml's; for a missing value; for a word about a group that the run does not read (`policy=gaussian head=mip`); and
-    for a plan that is made for another algorithm than the run's.
+    yaml's; for a missing value; for a seed that is none; for a word about a group that the run does not read
+    (`policy=gaussian head=mip`); and for a plan that is made for another algorithm than the run's.
     """
     others = [word for word in words if _key(word) in REMEMBERED or _group(word) not in REMEMBERED]
     plain: dict[tuple[str, ...], DictConfig] = {}
@@ -76,6 +76,9 @@ def composed(folder: Path, words: Sequence[str]) -> DictConfig:
     _check_read(folder, [word for word in words if word not in remembered], made)
     if (kept := _remembered(place)) and not _trains(made):
         made.remembered = kept
+    seed = OmegaConf.select(made, "seed", default=0)
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 63:
+        raise ConfigError(f"seed={seed}: say a whole number from 0 on")
     if OmegaConf.select(made, "inference_port") == "auto" and not made.actor:
         made.inference_port = INFERENCE_PORT
     return made

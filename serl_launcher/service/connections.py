@@ -130,8 +130,11 @@ class Connections:
             self._refuse("wrong server key", "a client knows the learner by another key")
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             self._refuse("bad handshake", f"a client broke the protocol ({value:#x})")
-        else:  # a client without a key goes as soon as it sees that one is wanted
-            self._refuse("no key" if self._has_keys else "bad handshake", "a client's handshake was not finished")
+        elif self._has_keys:  # a client without a key goes as soon as it sees that one is wanted
+            self._refuse("no key", "a client's handshake was not finished")
+        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._refuse("bad handshake", "a client has a key, and this learner has none")
+        # else somebody has only looked who is here, as our own actors and tools do, or was cut off: nothing is refused
 
     def _look(self) -> None:
         """Cut the connection that has brought most, where a guest's key or a stranger's address brings too much."""

@@ -331,8 +331,8 @@ class Learner:
             edits = self.state.load_state_dict(saved["plan"], accept=self.accept_plan, progress=self._progress())
             self.evaluations = saved["evaluations"]
             phase = self.state.phase
-            name, over = (phase.name, "") if phase else (None, OVER)
-            log.info("resumed in phase %s after %d updates%s", name, self.state.updates, over)
+            where, over = (f"resumed in phase {phase.name}", "") if phase else ("the run was over", OVER)
+            log.info("%s after %d updates%s", where, self.state.updates, over)
         else:
             edits = []
             self.state = PlanState(self.state.plan, self._progress())

@@ -30,7 +30,7 @@ class Monitor:
         self.metrics, self.console = metrics, console
         self._counters, self._ranks, self._patience = counters, ranks, patience
         self._latest: Mapping[str, torch.Tensor] = {}  # metrics of the phase's updates
-        self._rate = (clock.monotonic(), 0)  # when, and how many updates there were
+        self._rate: tuple[float, int] | None = None  # when, and how many updates there were; None: not shown yet
         self._next = 0.0
         self._is_clipping_told = False
 
@@ -71,26 +71,27 @@ class Monitor:
         version: int, actors: str,
     ) -> None:  # fmt: skip
         """Write the newest metrics, if there were updates since the last call, and show the console's lines."""
-        now, (then, before) = clock.monotonic(), self._rate
+        now = clock.monotonic()
+        is_first, (then, before) = self._rate is None, self._rate or (now, updates)
         rate = (updates - before) / max(now - then, 1e-9)
         self._rate = (now, updates)
-        if self._latest and rate:
+        if self._latest and (rate or is_first):
             values = {name: float(value) for name, value in self._latest.items()}
             values |= self.value_error(phase.name, 20) if phase else {}
             values |= {"refused": refused} if refused else {}
             self._warn_of_clipping(values.get("targets_outside", 0.0))
-            self.write("update", updates, {"rate": round(rate, 1), **values})
+            self.write("update", updates, values | ({"rate": round(rate, 1)} if rate else {}))
         name = phase.name if phase else "end"
         recent = [episode for episode in self._counters.recent(name, 20) if not episode.discard]
         assisted = [episode for episode in recent if episode.intervened]
         alone = [episode for episode in recent if not episode.intervened]
         self.console.show({
-            "phase": f"{name} ({mode}), {wall_s:.0f} s",
+            "phase": f"{name}" + f" ({mode})" * (mode != name) + f", {wall_s:.0f} s",
             "episodes": f"{self._counters.episodes}",
             "success": f"{_succeeded(alone)} unassisted, {_succeeded(assisted)} assisted, of the last {len(recent)}",
             "return": f"{sum(e.reward for e in recent) / max(1, len(recent)):.2f} mean of the last {len(recent)}",
             "store": ", ".join(f"{n} {b.head - b.tail}" for n, b in self._counters.sources.buffers.items()),
-            "updates": f"{updates}, {rate:.0f}/s",
+            "updates": f"{updates}" + f", {rate:.0f}/s" * bool(rate),
             "waits for": waits_for,
             "weights": f"version {version}",
             "actors": actors,

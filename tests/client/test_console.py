@@ -32,8 +32,8 @@ def test_on_a_terminal_the_banner_is_the_first_word_in_three_lines_of_colour():
         Console("arm", terminal).show({"phase": "practise"}, banner)
         lines = terminal.getvalue().splitlines()
         assert terminal.words[0] == banner
-        assert all(line.startswith(f"\x1b[1;{colour}m") and line.endswith("\x1b[0m") for line in lines[:3])
-        assert not any("\x1b" in line for line in lines[3:])
+        assert all(line.startswith(f"\x1b[1;{colour}m") and line.endswith("\x1b[0m\x1b[K") for line in lines[:3])
+        assert not any("\x1b[1;" in line for line in lines[3:])
 
 
 def test_the_block_with_its_banner_is_redrawn_in_place():
@@ -43,7 +43,46 @@ def test_the_block_with_its_banner_is_redrawn_in_place():
     drawn = terminal.getvalue().count("\n")
     shown.show({"phase": "practise"}, "HUMAN")
     assert terminal.getvalue().count("\n") == 2 * drawn
-    assert f"\x1b[{drawn}F\x1b[J" in terminal.getvalue()
+    assert f"\x1b[{drawn}F" in terminal.getvalue()
+
+
+@pytest.fixture
+def size(monkeypatch):
+    """size(columns, lines) of the terminal."""
+
+    def size(*size):
+        monkeypatch.setattr(console.shutil, "get_terminal_size", lambda: size)
+
+    return size
+
+
+def test_a_warning_is_shown_whole_for_a_minute_unless_a_line_shows_its_cause(clock, size):
+    size(40, 30)
+    terminal, warning = Terminal(), "the arm holds; " + "look at it, then press r; " * 4
+    shown = Console("arm", terminal)
+    shown.emit(logging.makeLogRecord({"msg": "away", "levelno": logging.WARNING, "is_shown": True}))
+    shown.show({"learner": "AWAY"})
+    assert "last warning" not in terminal.getvalue()
+    shown.emit(logging.makeLogRecord({"msg": warning, "levelno": logging.WARNING}))
+
+    def drawn():
+        terminal.seek(terminal.truncate(0))
+        shown.show({"learner": "AWAY"})
+        return " ".join(terminal.words)
+
+    assert warning.strip() in drawn()
+    assert max(map(len, re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", terminal.getvalue()).splitlines())) < 40
+    clock.advance(console.WARNING_S)
+    assert "warning" not in drawn()
+
+
+def test_a_block_never_fills_the_whole_screen(size):
+    for lines in (5, 12, 24):
+        size(80, lines)
+        terminal = Terminal()
+        shown = Console("arm", terminal)
+        shown.show({f"row {i}": "value" for i in range(40)}, "POLICY")
+        assert terminal.getvalue().count("\n") == lines - 2
 
 
 def test_without_a_terminal_the_banner_is_the_first_word_of_the_line():
@@ -87,7 +126,7 @@ def test_a_terminal_never_gets_an_escape_of_a_client(same_loggers, monkeypatch):
         logging.getLogger("client").exception("not handled")
     shown.show({"actors": evil})
     assert terminal.getvalue().count("eve?[2J ?1m?") == 2 + 1  # each log in one line, and the console's row
-    assert terminal.getvalue().count("eve?[2J\n?1m?") == 2  # of two tracebacks
+    assert terminal.getvalue().replace("\x1b[K", "").count("eve?[2J\n?1m?") == 2  # of two tracebacks
     assert not re.search(r"\x1b\[2J|\x9b|\u202e", terminal.getvalue())
 
 
@@ -136,7 +175,7 @@ def test_a_terminal_that_takes_nothing_delays_nobody_who_logs():
         log.warning("afterwards")
     finally:
         log.removeHandler(shown)
-    lines = re.findall(r"\[arm\] (.*)$", terminal.getvalue(), re.MULTILINE)
+    lines = re.findall(r"\[arm\] (.*)\x1b\[K$", terminal.getvalue(), re.MULTILINE)
     assert lines[-2:] == ["row 1999", "afterwards"]
     assert len(lines) <= 2000
 

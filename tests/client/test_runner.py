@@ -242,7 +242,7 @@ def test_out_of_room_the_episode_is_cut_off_and_the_actor_goes_on_when_there_is_
         client.has_room, client.fault = False, "the outbox is full"
 
     def relieved():
-        seen.append((status.driver, env.stops, len(client.segments)))
+        seen.append((status.driver, env.stops, len(client.segments), "outbox is full" in status.warning))
         client.has_room = True
 
     client.script = {1: full, f"wait {ceil(ROOM_PATIENCE / 0.002) + 20}": relieved}
@@ -250,8 +250,8 @@ def test_out_of_room_the_episode_is_cut_off_and_the_actor_goes_on_when_there_is_
     first, second = client.episodes
     assert (len(first), first.truncated, first.terminated) == (6, True, False)
     assert (len(second), second.terminated) == (13, True)
-    assert seen == [("IDLE", 1, 2)]
-    assert "outbox is full" in status.warning
+    assert seen == [("IDLE", 1, 2, True)]
+    assert status.warning == "", "its cause is gone"
     assert client.outcomes == [Outcome(second.episode, True)]
 
 

@@ -111,7 +111,7 @@ def make_store(run_dir, spec):
         ("learner=true seed", ["cannot read 'seed': write name=value, as in seed=1"]),
         ("learner=true --multirun", ["cannot read '--multirun': write name=value"]),
         ("learner=true seed=1,2", ["seed=1,2: give one value"]),
-        ("learner=true seed=one", ["seed=one: should be a number, like 0"]),
+        *[(f"learner=true seed={one}", [f"seed={one}: s", "a"]) for one in ("one", -1, 0.5)],
         ("learner=yes", ["learner=yes: should be true or false"]),
         ("learner=true run_dir=", ["run_dir=: should be a text, like runs/sim_arm"]),
         ("learner=true run_dir=${nope}", ["'nope' not found"]),

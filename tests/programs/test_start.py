@@ -2,8 +2,10 @@
 side's end is the other's. The sides are small scripts here; tmux runs a server of its own."""
 
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -56,17 +58,37 @@ def test_inside_tmux_each_side_has_a_pane_of_its_own_and_ctrl_c_of_the_actor_end
     assert tmux("list-sessions", "-F", "#{session_name}").split() == ["outer"]
     panes = shown()
     tmux("send-keys", "-t", panes["actor seed=1"], "C-c")
+    until(lambda: "Interrupted: both sides are" in tmux("capture-pane", "-p", "-t", panes["actor seed=1"]), every=0.05)
     until(lambda: "status 130" in tmux("capture-pane", "-p", "-t", panes["learner seed=1"]), every=0.05)
+
+
+REDRAWS = """
+from serl_client.console import Console
+shown = Console("arm")
+for number in range(40):
+    shown.show({f"row {row}": f"{number}" for row in range(30)}, "POLICY")
+print("drawn", flush=True)
+input()
+"""
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+def test_what_the_console_draws_again_does_not_fill_the_scrollback_of_a_small_pane(tmux):
+    command = shlex.join([sys.executable, "-c", REDRAWS])
+    tmux("new-session", "-d", "-s", "small", "-x", "80", "-y", "12", command)
+    until(lambda: "drawn" in tmux("capture-pane", "-p", "-t", "small"), every=0.05)
+    assert int(tmux("display-message", "-p", "-t", "small", "#{history_size}")) < 12
 
 
 @pytest.mark.parametrize(
     ("sides", "status", "sentence"),
     [
-        ({"actor": "exit 3\n"}, 3, "The actor has ended, and the learner is stopped. The same command goes on"),
+        ({"actor": "exit 3\n"}, 3, "The actor has failed: see its last lines above. The learner is stopped. Mend"),
+        ({"actor": "exit 130\n"}, 130, "Interrupted: both sides are stopped. The same command goes on with the run."),
         ({"learner": "exit 4\n"}, 4, ""),
         ({"actor": "exit 0\n", "learner": "sleep 0.3; echo summary; exit 5\n"}, 5, "summary"),
     ],
-    ids=["an actor fails", "a learner fails", "an actor is done and the learner goes on"],
+    ids=["an actor fails", "Ctrl-C", "a learner fails", "an actor is done and the learner goes on"],
 )
 def test_in_one_terminal_the_end_of_a_side_is_the_end_of_both(script, sides, status, sentence):
     done = subprocess.run(

@@ -4,7 +4,14 @@
 set -uo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 arguments="$(printf '%q ' "$@")"
-alone="The actor has ended, and the learner is stopped. The same command goes on with the run."
+# What is said when the actor has ended with the exit status $1, and the learner is stopped.
+alone() {
+    echo
+    case $1 in
+    130) echo "Interrupted: both sides are stopped. The same command goes on with the run." ;;
+    *) echo "The actor has failed: see its last lines above. The learner is stopped. Mend the cause, then start again." ;;
+    esac
+}
 
 if ! command -v tmux >/dev/null || [ ! -t 0 ] || [ ! -t 1 ]; then
     "$here/run_actor.sh" "$@" </dev/null &
@@ -16,7 +23,7 @@ if ! command -v tmux >/dev/null || [ ! -t 0 ] || [ ! -t 1 ]; then
     wait -n -p first $actor $learner
     status=$?
     if [ "$first" = $actor ] && [ $status -ne 0 ]; then
-        echo "$alone" >&2
+        alone $status >&2
         exit $status
     fi
     [ "$first" = $actor ] && { wait $learner; exit $?; }
@@ -26,7 +33,7 @@ fi
 
 # What the actor's pane does: where the actor fails or is interrupted, it interrupts the learner in pane $1.
 act() {
-    echo "$here/run_actor.sh $arguments || { echo; echo $(printf %q "$alone"); tmux send-keys -t $1 C-c; }; sleep 5"
+    echo "$(declare -f alone); $here/run_actor.sh $arguments || { alone \$?; tmux send-keys -t $1 C-c; }; sleep 5"
 }
 
 if [ -n "${TMUX:-}" ]; then # the learner stays in this pane, and the actor gets one below it

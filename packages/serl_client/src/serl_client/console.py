@@ -9,6 +9,7 @@ import logging
 import math
 import shutil
 import sys
+import textwrap
 import threading
 import time
 from collections import deque
@@ -21,9 +22,12 @@ from serl_client.names import cleaned
 
 PLAIN_S = 10.0  # seconds between two lines without a terminal
 PLAIN_WIDTH = 200  # characters of such a line; values that do not fit are left out
+WARNING_S = 60.0  # that a warning stays in the block; what lasts longer is a state, which a line shows
 BANNER_S = 0.04  # seconds until a change of the banner is shown: less than one step of most robots
 QUIET_S, LINES = 10.0, 5  # within so many seconds a throttled log says at most so many lines of one kind
 BACKLOG = 1000  # lines of the log that wait for a slow terminal; beyond it the oldest are dropped
+# Each line clears the rest of its own: clearing a screen from its first line on puts it into the scrollback of tmux.
+LINE_END = "\x1b[K\n"
 # Text and ground of each banner: SGR codes of ECMA-48.
 COLOURS = {"POLICY": "30;42", "HUMAN": "30;43", "WAITING": "97;41", "PAUSED": "97;44", "IDLE": "97;100"}
 
@@ -31,8 +35,8 @@ COLOURS = {"POLICY": "30;42", "HUMAN": "30;43", "WAITING": "97;41", "PAUSED": "9
 class Console(logging.Handler):
     """Shows a banner, and `name  value` lines under a title.
 
-    As a logging handler it keeps the last warning in the block. While a LiveDisplay draws it, logging does not wait
-    for the terminal. A terminal that is gone is no error.
+    As a logging handler it keeps the last warning in the block for WARNING_S, unless the record `is_shown` by another
+    line. While a LiveDisplay draws it, logging does not wait for the terminal. A terminal that is gone is no error.
     """
 
     def __init__(self, title: str, stream: TextIO | None = None, *, plain: bool = False) -> None:
@@ -44,7 +48,7 @@ class Console(logging.Handler):
         self._drawn = 0  # lines of the block on the screen
         self._plain_at = 0.0
         self._plain: dict[str, str] = {}  # rows as they were last printed without a terminal
-        self._warning = "none"
+        self._warning, self._warned = "", 0.0  # the last one, and when it came
         self._lines: deque[str] = deque(maxlen=BACKLOG)  # of the log, to be printed
         self.is_watched = False
 
@@ -52,7 +56,7 @@ class Console(logging.Handler):
         """Replace the block by these lines, under a coloured banner of one word (see COLOURS)."""
         self._rows, self._banner = {name: cleaned(value) for name, value in rows.items()}, banner
         if self._live:
-            self._erase()
+            self._return()
             self._draw()
         elif clock.monotonic() >= self._plain_at:
             self._plain_at = clock.monotonic() + PLAIN_S
@@ -72,8 +76,9 @@ class Console(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Print a log record above the block; while a LiveDisplay draws, only queue it."""
         text = self.format(record)
-        if record.levelno >= logging.WARNING:
+        if record.levelno >= logging.WARNING and not getattr(record, "is_shown", False):
             self._warning = f"{time.strftime('%H:%M:%S')} {cleaned(record.getMessage())}"
+            self._warned = clock.monotonic()
         self._lines.append(f"[{self._title}] {text}\n")
         if not self.is_watched:
             self.flush()
@@ -81,27 +86,33 @@ class Console(logging.Handler):
     def flush(self) -> None:
         if not self._lines:
             return
-        self._erase()
+        self._return()
         while self._lines:
-            self._write(self._lines.popleft())
+            text = self._lines.popleft()
+            self._write(text.replace("\n", LINE_END) if self._live else text)
         if self._live and self._rows:
             self._draw()
 
     def _draw(self) -> None:
-        width = shutil.get_terminal_size().columns - 1
-        lines = [f"-- {self._title} ".ljust(min(width, 72), "-")]
-        lines += [f"{name:>13}  {value}" for name, value in {**self._rows, "last warning": self._warning}.items()]
-        lines = [line[:width] for line in lines]
+        columns, height = shutil.get_terminal_size()
+        width = columns - 1
+        is_new = self._warning and clock.monotonic() < self._warned + WARNING_S
+        rows = {"last warning": self._warning, **self._rows} if is_new else self._rows
+        lines = [f"-- {self._title} ".ljust(min(width, 72), "-")[:width]]
+        for name, value in rows.items():
+            lines += textwrap.wrap(f"{name:>13}  {value}", width, subsequent_indent=" " * 15 * (width > 30)) or [""]
         if self._banner:
             colour = COLOURS.get(self._banner, "7")
             words = (line[:width].ljust(min(width, 72)) for line in ("", f"   {self._banner}", ""))
             lines[:0] = [f"\x1b[1;{colour}m{line}\x1b[0m" for line in words]
+        lines = lines[: max(1, height - 2)]
         self._drawn = len(lines)
-        self._write("".join(f"{line}\n" for line in lines))
+        self._write("".join(line + LINE_END for line in lines) + "\x1b[J")
 
-    def _erase(self) -> None:
+    def _return(self) -> None:
+        """Go back to the block's first line, to write over it."""
         if self._drawn:
-            self._write(f"\x1b[{self._drawn}F\x1b[J")
+            self._write(f"\x1b[{self._drawn}F")
             self._drawn = 0
 
     def _write(self, text: str) -> None:

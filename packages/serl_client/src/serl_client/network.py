@@ -224,7 +224,7 @@ class Network(threading.Thread):
 
     def _complain(self, text: str) -> None:
         if text != self._complaint:
-            log.warning("%s", text)
+            log.warning("%s", text, extra={"is_shown": bool(self.refusal)})
         self._complaint = text
 
     def _change(self, **changes: Any) -> None:
@@ -320,7 +320,8 @@ class Network(threading.Thread):
         before = self.state
         is_newer = notice.directive and notice.directive["number"] >= before.directive["number"]
         if notice.degraded != before.degraded:
-            log.warning("the learner acknowledges %s", f"nothing: {notice.degraded}" if notice.degraded else "again")
+            said = f"nothing: {notice.degraded}" if notice.degraded else "again"
+            log.warning("the learner acknowledges %s", said, extra={"is_shown": True})
         self._change(
             directive=notice.directive if is_newer else before.directive, degraded=notice.degraded,
             step_limit=notice.step_limit if self._paced else None,

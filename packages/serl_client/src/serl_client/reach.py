@@ -208,5 +208,5 @@ class Lookout:
         log.warning(
             "%s: %s (%s). This actor waits, keeps what it has, and goes on by itself; Ctrl-C ends it",
             f"{self._what} answers no more" if self._was_there else f"nothing is heard of {self._what}",
-            found.text, found.advice,
+            found.text, found.advice, extra={"is_shown": True},
         )  # fmt: skip

@@ -147,6 +147,8 @@ class _Actor:
         is_wild = self._is_real and policy != "trained"
         able = mode in MODES and policy in self._policies and not is_wild
         able &= mode != "teleop" or self._env.has_operator
+        if is_new and mode != "stop":
+            status.calm()
         if is_new and not able and mode not in ("idle", "stop"):
             asked = "random actions on a real clock" if is_wild else mode
             status.warn(f"phase {status.phase} asks for {asked}, which this robot cannot do: it idles")
@@ -236,6 +238,8 @@ class _Actor:
             self._env.stop()
             self._cut_off(episode)
             return
+        if episode.last is None:
+            self._status.calm()
         self._hand_over(episode, step.intervened)
         episode.last, episode.observed = step, observed
         episode.driven |= step.driven
@@ -390,9 +394,10 @@ class _Actor:
         status = self._status
         status.steps += 1
         if self._sent is not None:
-            periods = max(sent - self._sent, 1e-6) * self._env.spec.fps
-            status.rate += 0.05 * (self._env.spec.fps / periods - status.rate)
-            status.late += self._is_real and not 0.5 <= periods <= 1.5
+            period = max(sent - self._sent, 1e-6)
+            mean = 1 / status.rate if status.rate else period
+            status.rate = 1 / (mean + 0.05 * (period - mean))
+            status.late += self._is_real and not 0.5 <= period * self._env.spec.fps <= 1.5
         self._sent = sent
 
     def _observed(self) -> float:

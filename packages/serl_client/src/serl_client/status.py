@@ -22,7 +22,7 @@ class ActorStatus:
     episodes: int = 0
     episode: str = ""  # the one under way, or the latest
     steps: int = 0  # in this session
-    rate: float = 0.0  # steps per second, a moving average
+    rate: float = 0.0  # steps per second since it last waited between episodes, a moving average; 0.0: of none yet
     late: int = 0  # commands on the real clock that followed the one before by less than 0.5 or more than 1.5 periods
     takeovers: int = 0
     # The person's time besides demonstrations and takeovers, which the rows tell.
@@ -36,9 +36,13 @@ class ActorStatus:
     warning: str = ""
 
     def warn(self, text: str) -> None:
-        """Show `text` as the latest warning, and log it."""
+        """Show `text` as the latest warning, until `calm`, and log it."""
         self.warning = text
-        log.warning("%s", text)
+        log.warning("%s", text, extra={"is_shown": True})
+
+    def calm(self) -> None:
+        """Show no warning: its cause is gone, because an episode goes on or there is a new directive."""
+        self.warning = ""
 
 
 class SuccessCounter:

@@ -79,7 +79,7 @@ class WayHome:
     def wait_as(self, driver: str, *, holds: bool = True, seconds: float = NAP) -> None:
         """Wait a moment between two episodes, and show why; a robot that `holds` is told so once."""
         if self._status.driver != driver:
-            self._status.driver = driver
+            self._status.driver, self._status.rate = driver, 0.0
             if holds:
                 self._env.stop()
         self.nap(seconds)
