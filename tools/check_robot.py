@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Tries whether a robot does what Retake needs of one; the last line is one JSON object.
+"""Tries whether a robot does what Retake needs of one: a line for each check.
 
 tools/check_robot.py task=NAME [name=value ...]            a simulation is tried; a real arm is only looked at
 tools/check_robot.py task=NAME --move                      each joint takes a tiny step; then it goes home and holds
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--move", action="store_true", help="a real arm may move: keep its emergency stop at hand")
     parser.add_argument("--limits", action="store_true", help="measure ranges while somebody moves the arm by hand")
     parser.add_argument("--seconds", type=float, default=3.0, help="to measure the rate, or the ranges, for (3)")
+    parser.add_argument("--json", action="store_true", help="print one object, too, as the last line")
     options = parser.parse_intermixed_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
@@ -51,7 +52,8 @@ def main() -> None:
         result = limits(config, options.seconds) if options.limits else checks(config, options.move, options.seconds)
     except RetakeError as error:
         sys.exit(f"error: {error}")
-    print(json.dumps({"task": config.task.name, **result}))
+    if options.json:
+        print(json.dumps({"task": config.task.name, **result}))
     sys.exit(1 if result.get("failed") else 0)
 
 

@@ -26,6 +26,7 @@ from robot_infra.tasks.sim_arm import FPS, guarded
 from serl_launcher.datasets.episodes import open_run
 from serl_launcher.error_log import in_one_sentence
 from serl_launcher.training.plan import EVAL
+from serl_launcher.training.report import read, successes
 
 CAMERA = {"name": "picture", "pos": [1.15, -0.75, 0.72], "xyaxes": [0.62, 0.78, 0, -0.32, 0.25, 0.91], "fovy": 34}
 SKY = {"name": "sky", "rgb1": [0.93, 0.95, 0.98], "rgb2": [0.62, 0.7, 0.8], "width": 256, "height": 256}
@@ -84,14 +85,18 @@ def evaluations(run: Path) -> tuple[Evaluation, Evaluation]:
             f"{run} has {len(phases)} phases with evaluated episodes; a picture needs two: before and after training"
         )
 
-    def of(phase: str, title: str) -> Evaluation:
+    summary = read(run / "summary.json")
+
+    def of(phase: str, title: str, name: str) -> Evaluation:
         mine = [info for info in evaluated if info.phase == phase]
-        won = sum(bool(info.success) for info in mine)
-        return f"{title}: {won} of {len(mine)} picked up", [
+        won = f"{sum(bool(info.success) for info in mine)} of {len(mine)}"
+        if result := summary.get(name):  # it leaves out who came after its last trial
+            won = successes(result)
+        return f"{title}: {won} picked up", [
             readers[EVAL].rows(info) | {"success": bool(info.success)} for info in mine[:STARTS]
         ]
 
-    return of(phases[0], "before training"), of(phases[-1], "after training")
+    return of(phases[0], "before training", "before"), of(phases[-1], "after training", "eval")
 
 
 # -- what is drawn

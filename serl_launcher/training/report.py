@@ -93,13 +93,16 @@ def table(summary: Mapping[str, Any]) -> Table:
     for name, result in (("before training", summary["before"]), *during, ("after training", summary["eval"])):
         if result is None:
             continue
-        success, interval = "-", "-"
-        if result["success"] is not None:
-            success = f"{round(result['success'] * result['episodes'])} of {result['episodes']}"
-            interval = "{:.0%} to {:.0%}".format(*result["wilson95"])
+        interval = "{:.0%} to {:.0%}".format(*result["wilson95"]) if result["wilson95"] else "-"
         mean = "-" if result["return_mean"] is None else f"{result['return_mean']:.2f}"
-        lines.add_row(name, success, interval, mean, f"{result['distinct_starts']} of {result['episodes']}")
+        lines.add_row(name, successes(result), interval, mean, f"{result['distinct_starts']} of {result['episodes']}")
     return lines
+
+
+def successes(result: Mapping[str, Any]) -> str:
+    """Return `N of M`, the successes of an evaluation in a summary; `-` where nobody judged."""
+    share, episodes = result["success"], result["episodes"]
+    return "-" if share is None else f"{round(share * episodes)} of {episodes}"
 
 
 def _took(summary: Mapping[str, Any]) -> str:

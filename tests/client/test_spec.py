@@ -24,7 +24,7 @@ def test_a_choice_is_said_in_the_spec_alone_and_a_continuous_robots_spec_says_no
     assert Spec.from_dict(spec.to_dict()) == spec
     other = spec_of(Feature((2,), low=0, high=1))
     assert "one_hot" not in other.to_dict()["action"]
-    with pytest.raises(Refused, match=r"action\.one_hot: None, True"):
+    with pytest.raises(Refused, match=r"action\.one_hot: nothing, True"):
         spec.widened(other.to_dict())
 
 
@@ -90,6 +90,13 @@ def test_a_spec_that_leaves_the_words_unsaid_has_the_bytes_of_before():
         "fps": 10.0,
         "extras": {},
     }
+
+
+def test_a_feature_that_one_side_lacks_is_told_once():
+    spec = saying("action", {})
+    blind = replace(spec, observation={"observation.state": spec.observation["observation.state"]})
+    assert spec.difference(blind) == f"observation.{IMAGE}: it is there, nothing"
+    assert blind.difference(spec) == f"observation.{IMAGE}: nothing, it is there"
 
 
 @pytest.mark.parametrize("bound", ["low", "high"])

@@ -35,7 +35,7 @@ def asked(what):
 
 def checked(*words):
     """The tool that tries a robot, as a process."""
-    command = [sys.executable, TOOLS / "check_robot.py", *WORDS, *words]
+    command = [sys.executable, TOOLS / "check_robot.py", *WORDS, *words, "--json"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

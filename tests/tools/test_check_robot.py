@@ -24,9 +24,10 @@ def last(said):
     return json.loads(said.splitlines()[-1])
 
 
-def test_a_simulation_passes_and_the_last_line_says_so():
-    status, said = called("check_robot", "task=fake", "--seconds", "0.1")
+def test_a_simulation_passes_and_is_told_line_by_line():
+    status, said = called("check_robot", "task=fake", "--seconds", "0.1", "--json")
     result = last(said)
+    assert called("check_robot", "task=fake", "--seconds", "0.1")[1].count("{") == 0, "it is for a person"
     assert (status, result["task"], result["failed"]) == (0, "fake", 0), said
     names = [check["check"] for check in result["checks"]]
     assert names == ["recover", "shapes", "hold", "bounds", "stop", "rate", "close"]
@@ -37,7 +38,7 @@ def test_a_robot_on_the_real_clock_is_only_looked_at_unless_it_may_move():
     """Its guard would otherwise move it, too."""
     words = ["task=fake", "task.env.clock=real", "task.env.guard=true", "task.env.fps=20", "--seconds", "0.2"]
     for more, count in (((), 2), (("--move",), 7)):
-        checks = last(called("check_robot", *words, *more)[1])["checks"]
+        checks = last(called("check_robot", *words, *more, "--json")[1])["checks"]
         assert len(checks) == count
         assert {each["check"] for each in checks if each["state"] == "FAIL"} <= {"rate"}  # of a busy machine
 
@@ -128,14 +129,14 @@ class Resting(ByHand):
 
 def test_limits_are_measured_while_the_arm_is_moved_by_hand_and_nothing_is_sent(tmp_path):
     words = [f"+task.env.driver={__name__}.ByHand", f"+task.env.address={tmp_path}/arm"]
-    status, said = called("check_robot", "task=fake", *words, "--limits", "--seconds", "0.3")
+    status, said = called("check_robot", "task=fake", *words, "--limits", "--seconds", "0.3", "--json")
     assert status == 0, said
     assert last(said)["ranges"]["lift"] == [0.1, 0.3]
     assert "  limits: {lift: {range: [0.1, 0.3], speed: 0.1, jump: 0.02, tracking: 0.03}, turn: {range: [-" in said
     assert "\n  home: {lift: 0.3, turn: " in said
     assert "never moved" not in said
     words[0] = f"+task.env.driver={__name__}.Resting"
-    status, said = called("check_robot", "task=fake", *words, "--limits", "--seconds", "0.3")
+    status, said = called("check_robot", "task=fake", *words, "--limits", "--seconds", "0.3", "--json")
     assert "WARN lift never moved: its range is missing" in said
     assert "limits: {lift: {range: [LOW, HIGH], speed: 0.1" in said
     assert [*last(said)["ranges"]] == ["turn"]

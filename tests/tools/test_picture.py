@@ -1,5 +1,6 @@
 """The moving picture shows what a run's store holds: the simulator repeats it, or the picture is refused."""
 
+import json
 from itertools import count
 from types import SimpleNamespace
 
@@ -99,6 +100,14 @@ def test_what_the_simulator_does_not_repeat_is_refused(run):
         list(picture.played(blind(), first[0]))
     with pytest.raises(ConfigError, match="no start of an evaluation"):
         picture.start(picture.guarded(), first[0][STATE][0] + 1)
+
+
+def test_captions_equal_the_table_of_the_run(run):
+    results = {name: {"success": share, "episodes": 30} for name, share in (("before", 0.0), ("eval", 0.9))}
+    folder = run(False, True)
+    (folder / "summary.json").write_text(json.dumps(results))
+    (before, _), (after, _) = picture.evaluations(folder)
+    assert (before, after) == ("before training: 0 of 30 picked up", "after training: 27 of 30 picked up")
 
 
 def test_captions_count_what_the_store_holds_and_an_episodes_end_stands_still_and_tells_how_it_ended(run):

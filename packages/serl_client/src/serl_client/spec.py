@@ -1,7 +1,7 @@
 """Describes a robot's observation and action spaces (Spec): names, shapes, dtypes, units, bounds, discrete choices."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -238,16 +238,29 @@ class Spec:
 def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], unsaid: tuple[str, ...] = ()) -> str:
     """Return what differs between two trees of plain data, as `name: mine, theirs`; empty when nothing does.
 
-    unsaid: ends of names that count only where both trees have them.
+    A branch that one of them lacks is told once, by its name. unsaid: ends of names that count only where both trees
+    have them.
     """
-    mine, theirs = _flat(mine), _flat(theirs)
-    told = {*mine, *theirs} - {name for name in {*mine} ^ {*theirs} if name.endswith(unsaid)}
-    names = [name for name in sorted(told) if mine.get(name) != theirs.get(name)]
-    return "; ".join(f"{name}: {mine.get(name)}, {theirs.get(name)}" for name in names)
+    return "; ".join(_differences(mine, theirs, unsaid, ""))
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in data.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
+def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], unsaid: tuple[str, ...], at: str) -> Iterator[str]:
+    for name in sorted({*mine, *theirs}):
+        sides, place = [side.get(name) for side in (mine, theirs)], f"{at}{name}"
+        if all(isinstance(side, dict) for side in sides):
+            yield from _differences(*sides, unsaid, f"{place}.")
+        elif sides[0] != sides[1] and not ((name in mine) != (name in theirs) and _is_unsaid(place, sides, unsaid)):
+            yield f"{place}: " + ", ".join(_told(side) for side in sides)
+
+
+def _is_unsaid(place: str, sides: Sequence[Any], unsaid: tuple[str, ...]) -> bool:
+    """Return whether all that one side says here is of the ends `unsaid`."""
+    branch = next((side for side in sides if isinstance(side, dict)), None)
+    if branch is None:
+        return place.endswith(unsaid)
+    return all(_is_unsaid(f"{place}.{name}", [value], unsaid) for name, value in branch.items())
+
+
+def _told(side: Any) -> str:
+    """Return a value, or that a branch is there, or nothing is."""
+    return "it is there" if isinstance(side, dict) else "nothing" if side is None else str(side)
