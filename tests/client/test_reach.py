@@ -126,6 +126,8 @@ def test_ipv6_addresses_are_listened_on_reached_and_looked_at(spec, tmp_path):
         config = composed(CONFIG, ["learner=true", "host=::1", f"port={server.port}"])
         with pytest.raises(ConfigError, match=rf"cannot listen on \[::1\]:{server.port} \(Address already in use\)"):
             check_ports(config)
+        until(lambda: len(server.server.access.connections.places) == 1)
+        assert server.server.access.report["refusals"] == {}, "who only looks is refused nothing"
         server.hang_up()
     check_ports(composed(CONFIG, ["learner=true", "host=::1", *own_ports()]))
 

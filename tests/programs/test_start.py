@@ -1,5 +1,5 @@
 """The script that starts both sides: in the panes of a tmux that it finds itself in, or in one terminal; and how either
-side's end is the other's. The sides are small scripts here; tmux runs a server of its own."""
+side's end is the other's; what their consoles say. The sides are small scripts here; tmux runs a server of its own."""
 
 import os
 import shlex
@@ -7,10 +7,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 import pytest
+from serl_client.reach import Lookout
+from serl_client.status import ActorStatus
 
+from serl_launcher.training.monitor import Monitor
 from tests.shared.common import PATIENCE, ROOT, until
+from tests.shared.here import TRAIN
 
 SCRIPT = ROOT / "examples/experiments/sim_arm/start_tmux.sh"
 WAITS = "trap 'echo {0} is interrupted; exit 130' INT TERM; echo {0} $@; sleep 60 >&- 2>&- & wait\n"
@@ -96,3 +101,31 @@ def test_in_one_terminal_the_end_of_a_side_is_the_end_of_both(script, sides, sta
     )
     assert done.returncode == status
     assert sentence in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("driver", "is_shown"), [("POLICY", True), ("HUMAN", True), ("WAITING", False), ("IDLE", False)]
+)
+def test_an_actors_console_says_a_rate_of_what_moves_alone_and_only_warnings_whose_cause_is_there(driver, is_shown):
+    client = SimpleNamespace(pending=(0, 0), fault="", state=SimpleNamespace(degraded="the disk is full"))
+    lookouts = {name: Lookout(name, lambda: 0.0, list) for name in ("learner", "actions")}
+    status = ActorStatus(phase="evaluate", mode="evaluate", driver=driver, rate=10.0)
+    rows = TRAIN.rows(status, client, {}, lookouts)
+    assert rows["control"] == "10.0 Hz, " * is_shown + "0 late ticks"
+    assert (rows["phase"], rows["learner"]) == ("evaluate", "connected")
+    assert rows["outbox"].endswith(": the disk is full")
+    assert not {"warning", "actions"} & set(rows)
+    status.warn("look at it")
+    assert TRAIN.rows(status, client, {}, lookouts)["warning"] == "look at it"
+
+
+def test_a_learners_console_says_no_rate_before_it_has_measured_one(clock):
+    shown = []
+    counters = SimpleNamespace(episodes=0, recent=lambda *_: [], sources=SimpleNamespace(buffers={}))
+    console = SimpleNamespace(show=lambda rows: shown.append(rows["updates"]))
+    monitor = Monitor(SimpleNamespace(), console, counters, SimpleNamespace(), SimpleNamespace())
+    for updates in (8000, 8000, 8030):
+        words = {"refused": 0, "mode": "idle", "wall_s": 0.0, "waits_for": "", "version": 1, "actors": ""}
+        monitor.show(None, updates=updates, **words)
+        clock.advance(3.0)
+    assert shown == ["8000", "8000", "8030, 10/s"], "those of before a resume count in no rate"
