@@ -115,7 +115,8 @@ class Bridge:
 
     def report(self) -> dict[str, Any]:
         """Return the report for the heartbeat, with why it serves nobody, if so."""
-        trouble = {"trouble": self._trouble} if self._trouble else {}
+        waits = "it listens once there are weights" if self._thread is None else ""
+        trouble = {"trouble": self._trouble or waits} if self._trouble or waits else {}
         return {"openpi": {"connections": len(self.places.guests), **trouble, **self.refusals.report}}
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from serl_client.connection import Connection
 from serl_client.console import log_as
 from serl_client.episode import Outcome, Segment, Stamp
 from serl_client.errors import ConfigError, is_machines
+from serl_client.identity import IMPORTED
 from serl_client.names import MAX_NAME
 from serl_client.spec import Spec
 
@@ -102,7 +103,7 @@ class _Import:
     ) -> None:  # fmt: skip
         self._conversion, self._begin = conversion, f"dataset-{source}-{dataset.name[:100]}"
         self._link, self._source, self._dataset, self._spec = link, source, dataset, spec
-        self._address, self._run_dir, self._folder = address, run_dir, run_dir / "actors" / f"dataset-{source}"
+        self._address, self._run_dir, self._folder = address, run_dir, run_dir / "actors" / f"{IMPORTED}{source}"
         self._left_out: dict[int, str] = {}  # index of an episode in the dataset -> why it is not imported
         self._actions = self._outside = self._revision = 0
         self._parts: dict[str, dict[str, EpisodeInfo]] = {}  # id -> {id of a part: part} in the store

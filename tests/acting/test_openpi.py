@@ -66,6 +66,7 @@ def bridged(inference, tmp_path):
             stack.callback(bridge.close)
             there.acting()
             until(lambda: there.server.host.version)
+            assert bridge.report()["openpi"]["trouble"] == "it listens once there are weights"
             bridge.start()
             return there, bridge, address
 

@@ -15,6 +15,7 @@ from serl_client.lockfile import holder
 
 MACHINE_ID = Path("/etc/machine-id")
 UNNAMED = "auto"  # the name in base.yaml of an actor that was given none
+IMPORTED = "dataset-"  # begins the name of a learner's importer, which delivers its own records
 KEPT = ".name"  # file in the folder of the actors' folders
 
 
@@ -48,7 +49,7 @@ def undelivered(name: str, actors: Path) -> dict[str, int]:
         other = str(outbox.parent.relative_to(actors))
         with suppress(OSError):
             size = sum(file.stat().st_size for file in outbox.glob("*.records"))
-            if size and other != name and not other.startswith(f"{name}/") and not holder(outbox):
+            if size and other != name and not other.startswith((f"{name}/", IMPORTED)) and not holder(outbox):
                 found[other] = size
     return found
 
