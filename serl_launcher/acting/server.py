@@ -14,17 +14,18 @@ from typing import Any
 import numpy as np
 import zmq
 from omegaconf import DictConfig
-from serl_client import clock
+from serl_client import clock, wire
 from serl_client import messages as m
-from serl_client.connection import received, tcp
+from serl_client.connection import tcp
 from serl_client.console import log_as
-from serl_client.errors import ConfigError, MessageError
+from serl_client.errors import ConfigError, MessageError, ServerFailed
 from torch import Tensor
 
 from serl_launcher.acting.bridge import bridge_of
 from serl_launcher.acting.host import Loader, PolicyHost, Question
 from serl_launcher.service.access import AccessControl
 from serl_launcher.service.failures import Failures, Request
+from serl_launcher.service.fair_queue import FairQueue
 from serl_launcher.service.link import connect, wait_for_spec
 from serl_launcher.service.peers import KeyOwner, check_hello, check_role
 from serl_launcher.store.weights import path
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 RECENT_S = 1.0  # an actor that asked within this time is expected to ask again
 IDLE_S = 10.0  # without any request, until a batch size is recorded: an actor with long chunks asks less often
 RECORD_S = 30.0  # between two recordings while actors ask, because answers wait for each, perhaps a minute
-HEARD = 256  # messages at one turn
+HEAR_S = 0.01  # for what has come, at one turn
 COUNTED = 1000  # answers that the report is about
 TURN = 50  # ms between two looks at what is published
 WINDOW_S = 0.005  # seconds that a request waits, at most, for others to share its batch
@@ -61,6 +62,7 @@ class InferenceServer:
         self.host, self.weights, self.window = host, weights, window
         self._access = AccessControl(address, keys, option="inference_port")
         self._failures, self._socket = Failures(self._access), self._access.socket
+        self._queue = FairQueue(self._access)
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         for polled in (self._woken, *self._access.polled):
@@ -127,37 +129,44 @@ class InferenceServer:
 
     def _patience(self) -> int:
         """Return how many ms the loop may sleep if no message comes."""
+        if self._queue.waits:
+            return 0
         if self._job is not None or not self._waiting or not self.host.version:
             return TURN
         return min(TURN, max(0, math.ceil((self._first + self.window - clock.monotonic()) * 1000)))
 
     def _hear(self, since: float) -> None:
-        """Take the requests that wait in the socket; the first of them may have come at `since`."""
-        for _ in range(HEARD):
-            if not (came := received(self._socket)):
-                break
-            identity, *frames = came
-            if (answer := self._heard(identity, frames, since)) is not None:
-                self._tell(identity.bytes, answer)
+        """Handle what has come to the socket, for HEAR_S at most; the first of it may have come at `since`."""
+        end = clock.monotonic() + HEAR_S
+        while clock.monotonic() < end:
+            self._queue.fill()
+            if not self._queue.serve(lambda _, identity, frames: self._take(identity, frames, since)):
+                return
 
-    def _heard(self, identity: zmq.Frame, frames: Sequence[zmq.Frame], now: float) -> m.Message | None:
-        """Handle one message: queue a question, or return the answer to a Hello or to what is faulty."""
+    def _take(self, identity: zmq.Frame, frames: Sequence[wire.Buffer], now: float) -> None:
+        """Queue a question, or answer a Hello or what is faulty."""
         request = Request(identity)
         try:
-            buffers = [frame.buffer for frame in frames]
-            if (owner := self._access.admit(identity, buffers)) is None:
-                return None
-            request.owner = owner
-            message = request.message = m.decode(buffers)
-            check_role(message, owner)
-            if isinstance(message, m.Hello):
-                return self._welcome(identity, message, owner)
-            if not isinstance(message, m.InferenceRequest):
-                raise MessageError(f"{type(message).__name__} is not for the inference process")
-            self.host.check(message)
-            self._put(Question(identity.bytes, message, now, owner.name))
+            answer = self._handle(request, frames, now)
         except Exception as error:
-            return self._failures.answer(request, error)
+            answer = self._failures.answer(request, error)
+        if answer is not None:
+            self._tell(identity.bytes, answer, request.owner.name if request.owner else "")
+
+    def _handle(self, request: Request, frames: Sequence[wire.Buffer], now: float) -> m.Message | None:
+        if (owner := self._access.admit(request.identity, frames)) is None:
+            return None
+        request.owner = owner
+        message = request.message = m.decode(frames)
+        if not self._access.allows(request.identity, owner, message):
+            raise ServerFailed(f"too many {type(message).__name__}s within a second: say it again")
+        check_role(message, owner)
+        if isinstance(message, m.Hello):
+            return self._welcome(request.identity, message, owner)
+        if not isinstance(message, m.InferenceRequest):
+            raise MessageError(f"{type(message).__name__} is not for the inference process")
+        self.host.check(message)
+        self._put(Question(request.identity.bytes, message, now, owner.name))
         return None
 
     def _welcome(self, identity: zmq.Frame, hello: m.Hello, owner: KeyOwner) -> m.Welcome:
@@ -217,7 +226,7 @@ class InferenceServer:
         self._hear(begin)
 
     def _tell(self, actor: bytes, answer: m.Message, key: str = "") -> None:
-        if not self._socket.tell(actor, answer, key):
+        if not self._socket.tell(actor, answer):
             self._access.refuse("too much unread", f"{key or 'an actor'} asks again, and does not read the answers")
 
     def _may_record(self, now: float) -> bool:

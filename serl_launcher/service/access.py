@@ -32,7 +32,6 @@ from serl_launcher.service.router import bound
 
 log = throttled(__name__)
 
-MESSAGES = 10_000  # of one connection within a second
 RECORDS = 5_000  # of one key (without keys: of one actor) within a second; what is more waits
 LIMITS: dict[type, int] = {m.Hello: 128, m.Command: 50, m.Status: 100}  # of one key (or connection) within a second
 BAD_MESSAGES = 16  # after these a connection is ignored
@@ -177,10 +176,8 @@ class RefusalCount:
 
 @dataclass(slots=True)
 class _Peer:
-    """One connection: how many messages it sent since `since`, and how many bad ones."""
+    """One connection: how many bad messages it sent, and whether it is heard no more."""
 
-    since: float = 0.0
-    count: int = 0
     bad: int = 0
     ignored: bool = False
 
@@ -202,6 +199,7 @@ class AccessControl:
         self._zap = self.context.socket(zmq.REP)
         self._zap.bind(ZAP)
         self.socket = bound(self.context, address, prepare=self._prepare, option=option)
+        self.socket.connections = self.connections
 
     def _prepare(self, socket: zmq.Socket) -> None:
         socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -233,14 +231,8 @@ class AccessControl:
         Raises Refused, once for each connection, when its key is not allowed any more.
         """
         self.connections.heard(identity, frames)
-        peer, now = self._peer(identity.bytes), clock.monotonic()
+        peer = self._peer(identity.bytes)
         if peer.ignored:
-            return None
-        if now > peer.since + 1.0:
-            peer.since, peer.count = now, 0
-        peer.count += 1
-        if peer.count > MESSAGES:
-            self.refuse("too fast", f"more than {MESSAGES} messages within a second")
             return None
         if self.keys is None:
             return OPEN
@@ -252,6 +244,19 @@ class AccessControl:
             return None  # it is not told so, as its key may be good: it tries again
         peer.ignored = True
         raise Refused(f"the key {owner.name} is {owner.role}: {REMEDIES[owner.role]}")
+
+    def account(self, identity: zmq.Frame) -> str | bytes:
+        """Whose message it is, cheaply: what its client shares with all others of its key; without keys, with none."""
+        return _property(identity, "User-Id") if self.keys is not None else identity.bytes
+
+    def is_ignored(self, identity: bytes) -> bool:
+        """Whether nothing more of this connection is looked at."""
+        return (peer := self._peers.get(identity)) is not None and peer.ignored
+
+    def cut(self, identity: zmq.Frame, reason: str, text: str) -> None:
+        """End the connection on which a message came, and look at nothing more of it."""
+        self._peer(identity.bytes).ignored = True
+        self.connections.cut(identity, reason, text)
 
     def allows(self, identity: zmq.Frame, owner: KeyOwner, message: m.Message) -> bool:
         """Count a message whose answer is dear; False when there were too many of its kind within this second."""
@@ -268,8 +273,12 @@ class AccessControl:
         """Count one record; True when it was the last one that this account may bring within this second."""
         return self._count((None, account), 1) >= RECORDS
 
+    def brought(self, account: str) -> int:
+        """How many records this account has brought within this second."""
+        return self._count((None, account), 0)
+
     def is_exhausted(self, account: str) -> bool:
-        return self._count((None, account), 0) >= RECORDS
+        return self.brought(account) >= RECORDS
 
     def _count(self, what: tuple[Any, Any], price: int) -> int:
         now = clock.monotonic()

@@ -1,7 +1,8 @@
-"""Watches the TCP connections of a public socket: who holds a place, and how much each brings that nobody has read.
+"""Watches the TCP connections of a public socket: who holds a place, and how much waits unread on either side.
 
-libzmq reads whatever comes, and knows no limit for all frames of a message together. So the kernel is asked how many
-bytes a connection has brought, and what was taken out of the socket is subtracted.
+libzmq reads whatever comes, and takes whatever is sent, and knows no limit in bytes. So the kernel is asked how many
+bytes a connection has brought, and what was taken out of the socket is subtracted; and how many the other side has
+got, which is subtracted from what was sent there.
 
 The kernel uses a descriptor again as soon as its connection has ended, while messages of that one may still wait in the
 socket. So each message also carries how many connections had been accepted when its own was let in (ZAP, access.py):
@@ -27,9 +28,11 @@ CONNECTIONS = 256  # of guests at once, and of strangers
 WINDOW, FLEET = 16 << 20, 16  # bytes on the way of an actor; into how many parts those of one key divide them at most
 GUEST_BYTES = wire.MAX_MESSAGE + WINDOW  # unread, of a key: its largest message, or the windows of its actors
 STRANGER_BYTES = 4 << 20  # unread, of all connections of an address that are no guests: a Hello has at most 1 MiB
+UNHEARD_BYTES = 6 << 20  # sent and not received, for a connection: four parts of weights, a status and a Welcome
+SENT = 4  # times that, for all connections of a key
 LOOK_S = 0.1  # between two looks at what has come
 FRAME_BYTES = 128  # more than a frame has on the wire beside its data; heartbeats are counted by nothing else
-RECEIVED = slice(128, 136)  # tcpi_bytes_received of struct tcp_info
+ACKED, RECEIVED = slice(120, 128), slice(128, 136)  # tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info
 ADMITTED = "Admitted"  # the property of a message that says when its connection was let in
 EVENTS = (
     zmq.EVENT_ACCEPTED
@@ -39,13 +42,23 @@ EVENTS = (
 )
 
 
+def window(actors: int) -> int:
+    """Return how many bytes one of so many actors of a key may have on their way, so that all of them together bring no
+    more than may be unread. It holds for its connection: who is welcomed later, or leaves, changes those of nobody."""
+    return WINDOW // min(max(actors, 1), FLEET)
+
+
 @dataclass(slots=True)
 class _Held:
-    """What is known of the connection that has a descriptor: that it is the `number`-th that was accepted, how many of
-    its bytes were taken out of the socket, and its routing id, once it has sent something."""
+    """What is known of the connection that has a descriptor: that it is the `number`-th that was accepted, how many
+    bytes it had brought at the last look, how many of them were taken out of the socket, how many were sent to it, how
+    many of those it had got at the last look, and its routing id, once it has sent something."""
 
     number: int
+    came: int = 0
     taken: int = 0
+    sent: int = 0
+    got: int = 0
     identity: bytes | None = None
 
 
@@ -60,6 +73,7 @@ class Connections:
         self.places = Places(CONNECTIONS)
         self._refuse, self._has_keys = refuse, has_keys
         self._held: dict[int, _Held] = {}
+        self._descriptors: dict[bytes, int] = {}  # of those who have sent something
         self._accepted = 0  # connections since this began
         self._events: deque[tuple[int, int]] = deque()  # (event, value) that are not handled yet
         self.has_lost = False  # a connection has ended since this was made false
@@ -75,7 +89,7 @@ class Connections:
     @property
     def living(self) -> set[bytes]:
         """The routing ids of the connections that have sent something."""
-        return {held.identity for held in self._held.values() if held.identity is not None}
+        return set(self._descriptors)
 
     def admitted(self) -> dict[str, bytes]:
         """Return the properties of all messages of a connection that is let in now: its handshake ends after this."""
@@ -84,9 +98,27 @@ class Connections:
 
     def heard(self, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> None:
         """Count a message that was taken out of the socket."""
-        if (held := self._held.get(self._descriptor(identity))) is not None:
+        if (held := self._held.get(descriptor := self._descriptor(identity))) is not None:
             held.taken += sum(map(len, frames)) + FRAME_BYTES * len(frames)
             held.identity = identity.bytes
+            self._descriptors[held.identity] = descriptor
+
+    def has_room(self, identity: bytes, size: int) -> bool:
+        """Whether so many bytes may be sent to the connection beside what all those of its key have not received:
+        UNHEARD_BYTES for each, at most SENT times."""
+        if (descriptor := self._descriptors.get(identity)) is None:
+            return True
+        key = self.places.guests.get(descriptor) if self._has_keys else None
+        mine = [each for each, owner in self.places.guests.items() if owner == key] if key else [descriptor]
+        most = UNHEARD_BYTES * min(len(mine), SENT) - size
+        if sum(self._held[each].sent - self._held[each].got for each in mine) > most:
+            return sum(held.sent - held.got for held in map(self._ask, mine)) <= most
+        return True
+
+    def sent(self, identity: bytes, size: int) -> None:
+        """Count bytes that were sent to a connection."""
+        if (held := self._held.get(self._descriptors.get(identity, -1))) is not None:
+            held.sent += size
 
     def welcome(self, identity: zmq.Frame, key: str) -> None:
         """Make the sender of a Hello a guest, of this key ("": there are none). Raises ServerFailed without a place."""
@@ -110,12 +142,6 @@ class Connections:
             event = parse_monitor_message(self.monitor.recv_multipart())
             self._events.append((event["event"], event["value"]))
 
-    def window(self, key: str) -> int:
-        """Return how many bytes an actor that is welcomed now may have on their way: less where others of its key are
-        here, so that all of them together bring no more than may be unread. key: "" where there are none."""
-        several = list(self.places.guests.values()).count(key) if key else 1
-        return WINDOW // min(max(several, 1), FLEET)
-
     def _happened(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
             self._accepted += 1
@@ -124,7 +150,8 @@ class Connections:
                 self._cut(loser, "too many connections", f"{self.places.most} others have not said Hello either")
         elif event == zmq.EVENT_DISCONNECTED:
             self.places.leave(value)
-            self._held.pop(value, None)
+            if (held := self._held.pop(value, None)) is not None and held.identity is not None:
+                self._descriptors.pop(held.identity, None)
             self.has_lost = True
         elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             self._refuse("wrong server key", "a client knows the learner by another key")
@@ -150,12 +177,22 @@ class Connections:
                 self._cut(worst, "too much unread", f"{amounts[worst] >> 20} MiB of {group}")
 
     def _unread(self, descriptor: int) -> int:
-        came, held = 0, self._held[descriptor]
+        """Return how many bytes a connection has brought that were not taken out of the socket."""
+        held = self._ask(descriptor)
+        return held.came - held.taken
+
+    def _ask(self, descriptor: int) -> _Held:
+        """Ask the kernel what has come and gone. What goes over the wire is a little more than its frames."""
+        held, held.came, held.got = self._held[descriptor], 0, 0
         with suppress(OSError), _borrowed(descriptor) as accepted:
             info = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED.stop)
-            came = int.from_bytes(info[RECEIVED], sys.byteorder)
-        held.taken = min(came, held.taken)
-        return came - held.taken
+            held.got, held.came = (int.from_bytes(info[part], sys.byteorder) for part in (ACKED, RECEIVED))
+        held.taken, held.sent = min(held.came, held.taken), max(held.got, held.sent)
+        return held
+
+    def cut(self, identity: zmq.Frame, reason: str, text: str) -> None:
+        """Shut the connection down on which the message came that began with this frame."""
+        self._cut(self._descriptor(identity), reason, text)
 
     def _cut(self, descriptor: int, reason: str, text: str) -> None:
         """Shut a connection down that libzmq has accepted: it knows no limit of its own."""

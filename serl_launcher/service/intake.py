@@ -81,7 +81,7 @@ class Intake:
     @property
     def is_awaited(self) -> bool:
         """Whether the group is to end now, for somebody who has few records in it: as much time has gone by since the
-        first of them as the last group took to commit."""
+        first of them as the last group took to commit, between LEAST_S and GROUP_S."""
         due = clock.monotonic() - max(LEAST_S, min(self._committing, GROUP_S))
         return any(since < due and count <= FEW for since, count in self._group.values())
 
@@ -91,7 +91,8 @@ class Intake:
         return any(peer.inbox and not self._access.is_exhausted(peer.account) for peer in self._peers.values())
 
     def work(self, *sockets: zmq.Socket) -> None:
-        """Stage what clients have queued, one slice of time for each by turns, until the group is large enough.
+        """Stage what clients have queued, one slice of time for each key by turns, until the group is large enough. Who
+        has brought least within this second comes first.
 
         A group ends early when something has come to `sockets` meanwhile, or when it is awaited, so that a client with
         much to say holds up nobody.
@@ -104,7 +105,11 @@ class Intake:
             waiting = [each for each in waiting if not self._access.is_exhausted(self._peers[each].account)]
             if not waiting:
                 return
+            firsts: dict[str, Address] = {}  # of each key
             for address in waiting:
+                firsts.setdefault(self._peers[address].account, address)
+            for account in sorted(firsts, key=self._access.brought):
+                address = firsts[account]
                 if (peer := self._peers.pop(address, None)) is None:
                     continue
                 self._peers[address] = peer  # the others come before its next turn

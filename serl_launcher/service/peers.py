@@ -117,7 +117,7 @@ class Peer:
 
     def send(self, message: m.Message) -> bool:
         """Send as Router.tell."""
-        return self.socket.tell(self.identity, message, self.owner.name if self.owner else "")
+        return self.socket.tell(self.identity, message)
 
 
 def cost(report: Mapping[str, Any]) -> int:

@@ -24,6 +24,7 @@ from serl_client.names import check_names
 
 from serl_launcher.service.access import AccessControl
 from serl_launcher.service.failures import Failures, Request
+from serl_launcher.service.fair_queue import FairQueue
 from serl_launcher.service.intake import Intake
 from serl_launcher.service.keeper import StoreKeeper
 from serl_launcher.service.peers import ROLES, Address, Forbidden, Peer, check_role, cost
@@ -61,6 +62,7 @@ class Server:
         self.keeper = StoreKeeper(run_dir, capacities, archived)
         self.access = AccessControl(public, keys)
         self.public, self.local = self.access.socket, bound(self.access.context, local)
+        self.queue = FairQueue(self.access)
         self.peers: dict[Address, Peer] = {}
         self.updates = StateUpdates(self.keeper, self.peers, on_silence or {})
         self.failures = Failures(self.access, self.keeper)
@@ -89,11 +91,9 @@ class Server:
         for socket in (self.local, *self.access.polled):
             poller.register(socket, zmq.POLLIN)
         while not self._stopping and not self.keeper.has_failed:
-            ready = dict(poller.poll(timeout=0 if self.intake.has_work else 100))
+            poller.poll(timeout=0 if self.intake.has_work or self.queue.waits else 100)
             self.access.turn()
-            for socket in (self.local, self.public):
-                if socket in ready:
-                    self._drain(socket)
+            self._hear()
             self.keeper.adopt_made()
             self.welcomes.send()
             self.intake.work(self.public, self.local)
@@ -109,14 +109,17 @@ class Server:
         self.access.context.destroy(linger=2000)  # why the run ends must reach its actors
         self.keeper.close(is_over=self.updates.is_over)
 
-    def _drain(self, socket: Router, most: int = 256) -> None:
-        """Handle what has come on a socket: at most `most` messages, and no longer than a group may take to gather."""
+    def _hear(self) -> None:
+        """Handle what has come, no longer than a group may take to gather: by turns a message of the learner's own
+        processes, and one of a client."""
         end = clock.monotonic() + self.intake.patience
-        for _ in range(most):
-            if clock.monotonic() > end or self.intake.is_awaited or not (came := received(socket)):
+        while clock.monotonic() < end and not self.intake.is_awaited:
+            self.queue.fill()
+            if came := received(self.local):
+                identity, *frames = came
+                self._take(self.local, identity, [frame.buffer for frame in frames])
+            if not self.queue.serve(self._take) and not came:
                 return
-            identity, *frames = came
-            self._take(socket, identity, [frame.buffer for frame in frames])
 
     def _take(self, socket: Router, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> None:
         """Handle one message, and send its answer, or why it failed: also that its answer cannot be encoded, or sent to
@@ -134,8 +137,7 @@ class Server:
         if isinstance(request.message, m.NUMBERED) and isinstance(answer, m.Done | m.Failed):
             answer = replace(answer, request=request.message.request)
         try:
-            key = request.owner.name if request.owner else ""
-            return answer is None or socket.tell(request.identity.bytes, answer, key)
+            return answer is None or socket.tell(request.identity.bytes, answer)
         except Exception as error:  # no mistake of the client's
             raise RuntimeError(f"the answer cannot be encoded: {error}") from error
 

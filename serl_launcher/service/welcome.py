@@ -13,7 +13,7 @@ from serl_client import messages as m
 from serl_client.errors import Refused, Replaced, ServerFailed
 from serl_client.spec import IMAGES, Spec
 
-from serl_launcher.service.connections import CONNECTIONS, Connections
+from serl_launcher.service.connections import CONNECTIONS, Connections, window
 from serl_launcher.service.failures import Failures, Request
 from serl_launcher.service.intake import Intake
 from serl_launcher.service.keeper import StoreKeeper
@@ -112,10 +112,11 @@ class Welcomes:
             ordinal = self._position(hello.session)
         peer.updated = self._updates.of(peer)
         run, spec = (store.run, store.spec.to_dict()) if store else ("", None)
-        window = self._connections.window(peer.owner.name if peer.owner else "")
+        mine = [other.hello for other in self._peers.values() if other.account == peer.account]
+        share = window(len({other.actor for other in mine if other.role == "actor"}))
         inference = self._inference if peer.owner is not None else ""  # on the learner's own address nobody asks
         state = asdict(peer.updated)
-        return m.Welcome(run, ordinal, window, expected, spec, inference, state, self._history)
+        return m.Welcome(run, ordinal, share, expected, spec, inference, state, self._history)
 
     def _enter(self, hello: m.Hello, owner: KeyOwner | None) -> None:
         """Check the actor's Spec against the run's, or make the store of the first one, and note its sessions."""

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ from serl_client.episode import MAX_NUMBER
 
 from serl_launcher.service import access, intake, peers
 from serl_launcher.service.peers import Peer, cost
-from serl_launcher.service.router import FLEET, UNREAD_BYTES, Router, _Unread, bound
+from serl_launcher.service.router import Router
 from serl_launcher.service.server import Server
 from serl_launcher.store import sessions
 from serl_launcher.store.index import Index
@@ -306,18 +305,6 @@ def test_a_status_fits_however_much_the_clients_report(turns):
     assert sum("rate" in client for client in clients) == 85, "small reports are all there"
     assert any("text" in client for client in clients)
     assert any("left_out" in client for client in clients)
-
-
-@pytest.mark.slow
-def test_a_key_has_so_many_bytes_unread_for_each_of_its_connections_up_to_a_fleet_and_others_have_theirs():
-    router = bound(context := zmq.Context(), f"tcp://127.0.0.1:{free_port()}")
-    for number in range(FLEET + 1):
-        assert router._has_room(b"%d" % number, "left", UNREAD_BYTES) == (number < FLEET)
-        unread = router._unread[b"%d" % number] = _Unread("left")
-        unread.add(zmq.MessageTracker(threading.Event()), UNREAD_BYTES)
-        assert not router._has_room(b"%d" % number, "left", 1)
-    assert router._has_room(b"right", "right", UNREAD_BYTES)
-    context.destroy(linger=0)
 
 
 def test_a_connection_that_breaks_off_with_a_long_queue_does_not_abort_the_process():

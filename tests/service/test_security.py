@@ -10,6 +10,7 @@ from serl_client.errors import Disconnected, Refused, VersionMismatch
 from serl_client.keys import Key, known_as
 
 from serl_launcher.service import access as module
+from serl_launcher.service import fair_queue
 from serl_launcher.service.access import BAD_MESSAGES, CAUSES
 from serl_launcher.service.connections import CONNECTIONS
 from serl_launcher.service.updates import MISSING
@@ -301,18 +302,23 @@ def test_while_the_allow_list_cannot_be_read_all_wait_and_afterwards_go_on(keys,
 # -- limits
 
 
-def test_more_messages_within_a_second_than_allowed_are_dropped_and_counted(serve, monkeypatch, clock):
-    monkeypatch.setattr(module, "MESSAGES", 100)
-    served = serve()
-    with served.link("viewer", "fast") as fast, served.link("viewer", "slow") as slow:
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_of_a_key_that_sends_more_than_it_may_within_a_second_who_sends_most_is_cut_and_comes_again(
+    keys, serve, monkeypatch, clock, has_keys
+):
+    monkeypatch.setattr(fair_queue, "FRAMES", 200)
+    served, key = serve(keys=keys if has_keys else None), "eye" if has_keys else None
+    with served.link("viewer", "eye/1", key=key) as fast, served.link("viewer", "eye/2", key=key) as slow:
         fast.hello(PATIENCE)
         slow.hello(PATIENCE)
         for number in range(200):
             fast.send(m.Heartbeat({"number": number}))
-        until(lambda: served.refusals().get("too fast", 0) >= 99)
-        assert slow.call(m.Status(), PATIENCE).report["refusals"].keys() == {"too fast"}
+        until(lambda: (fast.receive(), not fast.connected)[1])
+        assert slow.call(m.Status(), PATIENCE).report["refusals"] == {"too fast": 1}
         clock.advance(1.1)
+        assert until(lambda: (fast.receive(), fast.connected)[1])
         fast.call(m.Status(), PATIENCE)
+        assert slow.connected
 
 
 def test_clients_that_come_and_go_leave_nothing_that_grows(serve, spec):

@@ -4,9 +4,8 @@ import pytest
 import zmq
 from serl_client import messages as m
 
-from serl_launcher.service import access, intake
-from serl_launcher.service import server as module
-from serl_launcher.service.connections import FLEET, GUEST_BYTES, WINDOW
+from serl_launcher.service import access, fair_queue, intake
+from serl_launcher.service.connections import FLEET, GUEST_BYTES, SENT, UNHEARD_BYTES, WINDOW, Connections, _Held
 from serl_launcher.service.peers import KeyOwner
 from tests.shared.data import make_segment
 
@@ -32,8 +31,9 @@ def test_a_group_ends_soon_after_a_record_of_who_brings_little(turns, monkeypatc
     else:
         turns.push(1, make_segment("x", directive=turns.number))
         said, beat = [], [zmq.Frame(bytes(frame)) for frame in m.encode(m.Heartbeat({}))]
-        monkeypatch.setattr(module, "received", lambda _: said.append(1) or [zmq.Frame(b"client 0"), *beat])
-        turns.server._drain(turns.server.public, most=20_000)
+        monkeypatch.setattr(fair_queue, "received", lambda _: said.append(1) or [zmq.Frame(b"client 0"), *beat])
+        monkeypatch.setattr(fair_queue, "FRAMES", 40_000)
+        turns.server._hear()
         assert len(said) < 20_000
     turns.server.intake.commit()
     assert [ack.expected for ack in turns.got(1, m.Ack)] == [1]
@@ -64,15 +64,28 @@ def test_the_actors_of_a_key_share_what_may_be_on_its_way_so_that_all_windows_fi
     turns, monkeypatch
 ):
     monkeypatch.setattr(access, "OPEN", KeyOwner("arm", "operator"))
-    monkeypatch.setattr(turns.server.access.connections, "_unread", lambda _: 0)
-    guests, windows = turns.server.access.connections.places.guests, []
+    windows = []
     for client in range(FLEET + 4):
-        guests[client] = "arm"
+        turns.say(100 + client, m.Hello(m.PROTOCOL, "viewer", f"arm/eye {client}"))  # a viewer's is none of them
         turns.welcome(client)
         windows.append(turns.got(client, m.Welcome)[0].max_unacknowledged)
     assert windows[:2] + windows[FLEET:] == [WINDOW, WINDOW // 2] + [WINDOW // FLEET] * 4
     assert sum(windows) < GUEST_BYTES
-    guests.clear()
+
+
+def test_the_records_of_a_key_take_turns_with_those_of_another_however_many_connections_bring_them(turns, monkeypatch):
+    monkeypatch.setattr(intake, "GROUP_S", 1e-6)  # one turn in each group
+    monkeypatch.setattr(intake, "SLICE_S", 0.0)
+    clients = range(10)
+    turns.welcome(*clients)
+    for client, peer in enumerate(turns.server.peers.values()):
+        peer.account = "left" if client else "right"
+    for client in reversed(clients):
+        turns.push(client, *outcomes(100))
+    for _ in range(40):
+        turns.server.intake.work()
+    right, *left = (turns.store.expected(session_of(client)) for client in clients)
+    assert abs(right - sum(left)) <= len(left)
 
 
 def test_a_key_brings_no_more_by_many_connections_than_by_one(turns, monkeypatch):
@@ -87,3 +100,20 @@ def test_a_key_brings_no_more_by_many_connections_than_by_one(turns, monkeypatch
     watched._look()
     assert cut == [9]
     watched.places.guests.clear()
+
+
+def test_what_is_sent_to_a_key_and_not_received_is_counted_for_all_its_connections(turns, monkeypatch):
+    watched = turns.server.access.connections
+    monkeypatch.setattr(watched, "_has_keys", True)
+    monkeypatch.setattr(Connections, "_ask", lambda self, descriptor: self._held[descriptor])
+    for number in range(SENT + 1):
+        assert watched.has_room(b"%d" % number, UNHEARD_BYTES)
+        watched._held[number], watched._descriptors[b"%d" % number] = _Held(number), number
+        watched.places.guests[number] = "arm"
+        assert watched.has_room(b"%d" % number, UNHEARD_BYTES) == (number < SENT)
+        watched.sent(b"%d" % number, UNHEARD_BYTES if number < SENT else 0)
+        assert not watched.has_room(b"0", 1)
+    watched._held[0].got = 10
+    assert (watched.has_room(b"1", 10), watched.has_room(b"1", 11)) == (True, False)
+    watched.places.guests.clear()
+    watched._held.clear()

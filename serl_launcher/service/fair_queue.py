@@ -1,0 +1,96 @@
+"""Holds what clients said until it is handled: whose key has cost least of late comes first, and who floods is cut.
+
+libzmq hands messages on connection by connection, so that a key with many of them, or one that asks for what is dear,
+would be heard more than others. So they are taken out of the socket as they come, which is cheap, and wait here by key.
+"""
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+from serl_client import clock, wire
+from serl_client.connection import received
+
+from serl_launcher.service.access import AccessControl
+from serl_launcher.service.router import Router
+
+FRAMES = 15_000  # of one key (without keys: of one connection) that wait, or came within this second: 5,000 messages
+TAKEN = 256  # messages that are taken out of the socket before the next one is handled: one of each connection
+TAKING_S = 0.002  # of it
+
+Handle = Callable[[Router, zmq.Frame, Sequence[wire.Buffer]], None]
+
+
+@dataclass(slots=True)
+class _Line:
+    """The messages of one key. came: how many frames of each connection wait, or came within this second; count: of
+    all together. spent: seconds of CPU that this second's messages took."""
+
+    waiting: deque[list[zmq.Frame]] = field(default_factory=deque)
+    came: Counter[bytes] = field(default_factory=Counter)
+    count: int = 0
+    spent: float = 0.0
+
+
+class FairQueue:
+    """The messages that came to the public socket of `access` and are not handled yet."""
+
+    def __init__(self, access: AccessControl) -> None:
+        self._access = access
+        self._lines: dict[str | bytes, _Line] = {}
+        self._next = 0.0  # when the next second begins
+
+    @property
+    def waits(self) -> int:
+        """How many messages wait to be handled."""
+        return sum(len(line.waiting) for line in self._lines.values())
+
+    def fill(self) -> None:
+        """Take what has come out of the socket, at most TAKEN messages; never waits.
+
+        Of a key that brings more than FRAMES, a connection that brings no less than the others do is cut, and what
+        waits of it is forgotten: an actor comes again, and sends what was not acknowledged.
+        """
+        self._begin_second()
+        begin = time.thread_time()
+        end = clock.monotonic() + TAKING_S
+        for _ in range(TAKEN):
+            if clock.monotonic() > end or not (came := received(self._access.socket)):
+                return
+            who, frames = came[0].bytes, len(came)
+            if self._access.is_ignored(who):
+                continue
+            line = self._lines.setdefault(self._access.account(came[0]), _Line())
+            line.waiting.append(came)
+            line.came[who] += frames
+            line.count += frames
+            if line.count > FRAMES and line.came[who] * len(line.came) >= line.count:
+                self._access.cut(came[0], "too fast", f"more than {FRAMES} frames within a second")
+                line.waiting = deque(each for each in line.waiting if each[0].bytes != who)
+                line.count -= line.came.pop(who)
+            begin, before = time.thread_time(), begin
+            line.spent += begin - before
+
+    def _begin_second(self) -> None:
+        if (now := clock.monotonic()) < self._next:
+            return
+        self._next, lines = now + 1.0, self._lines
+        self._lines = {key: _Line(line.waiting) for key, line in lines.items() if line.waiting}
+        for line in self._lines.values():
+            for came in line.waiting:
+                line.came[came[0].bytes] += len(came)
+            line.count = line.came.total()
+
+    def serve(self, handle: Handle) -> bool:
+        """Let `handle` have the message whose turn it is, and note what it costs. Return whether there was one."""
+        lines = [line for line in self._lines.values() if line.waiting]
+        if not lines:
+            return False
+        line = min(lines, key=lambda each: each.spent)
+        identity, *frames = line.waiting.popleft()
+        begin = time.thread_time()
+        handle(self._access.socket, identity, [frame.buffer for frame in frames])
+        line.spent += time.thread_time() - begin
+        return True
