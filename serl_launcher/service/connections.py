@@ -25,7 +25,7 @@ from zmq.utils.monitor import parse_monitor_message
 from serl_launcher.service.places import Places
 
 CONNECTIONS = 256  # of guests at once, and of strangers
-WINDOW, FLEET = 16 << 20, 16  # bytes on the way of an actor; into how many parts those of one key divide them at most
+WINDOW = 16 << 20  # bytes on the way of an actor
 GUEST_BYTES = wire.MAX_MESSAGE + WINDOW  # unread, of a key: its largest message, or the windows of its actors
 STRANGER_BYTES = 4 << 20  # unread, of all connections of an address that are no guests: a Hello has at most 1 MiB
 UNHEARD_BYTES = 6 << 20  # sent and not received, for a connection: four parts of weights, a status and a Welcome
@@ -43,9 +43,9 @@ EVENTS = (
 
 
 def window(actors: int) -> int:
-    """Return how many bytes one of so many actors of a key may have on their way, so that all of them together bring no
-    more than may be unread. It holds for its connection: who is welcomed later, or leaves, changes those of nobody."""
-    return WINDOW // min(max(actors, 1), FLEET)
+    """Return how many bytes the last of so many actors of a key may have on their way, for as long as it is connected:
+    88 of them bring no more together than may be unread (1/1 + 1/2 + ... + 1/88 of WINDOW)."""
+    return WINDOW // max(actors, 1)
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from serl_launcher.store.store import Store
 log = throttled(__name__)
 
 MAX_UNACKNOWLEDGED = 16 << 20  # bytes of one actor on the wire
-KEYS_WINDOWS = 4  # of that, may wait for their turn of all actors of a key: 16 windows of 16, 8, ... 1 MiB are 54 MiB
+KEYS_WINDOWS = 4  # of that, may wait for their turn of all actors of a key: 30 windows of 16, 8, ... MiB are 64 MiB
 GROUP_S = 0.02  # of gathering a group, or as long as the last one took to commit, if that is more
 LEAST_S = 0.002  # of it, before what has come meanwhile is looked at
 FEW = 4  # records of a group, for which it does not gather on: more than an actor brings at a time

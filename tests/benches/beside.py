@@ -142,6 +142,8 @@ def played(folder: Path, seconds: float, program: Path | None) -> Run:
             while learner.poll() is None and time.monotonic() < end:
                 (keys / f"{HERS}.banned").unlink(missing_ok=True)
                 watch(programs, peak, seen)
+                if hers is not None and hers.poll() is not None:  # libzmq may abort a process that is cut as it closes
+                    hers = processes.start([*map(str, words)], told, preexec_fn=pinned)
             if hers is not None:
                 processes.kill(hers)
             ended = learner.poll() == 0 and not any(actors.heard())

@@ -5,7 +5,7 @@ import zmq
 from serl_client import messages as m
 
 from serl_launcher.service import access, fair_queue, intake
-from serl_launcher.service.connections import FLEET, GUEST_BYTES, SENT, UNHEARD_BYTES, WINDOW, Connections, _Held
+from serl_launcher.service.connections import GUEST_BYTES, SENT, UNHEARD_BYTES, WINDOW, Connections, _Held
 from serl_launcher.service.peers import KeyOwner
 from tests.shared.data import make_segment
 
@@ -64,12 +64,13 @@ def test_the_actors_of_a_key_share_what_may_be_on_its_way_so_that_all_windows_fi
     turns, monkeypatch
 ):
     monkeypatch.setattr(access, "OPEN", KeyOwner("arm", "operator"))
+    monkeypatch.setitem(access.LIMITS, m.Hello, 1000)
     windows = []
-    for client in range(FLEET + 4):
+    for client in range(88):
         turns.say(100 + client, m.Hello(m.PROTOCOL, "viewer", f"arm/eye {client}"))  # a viewer's is none of them
         turns.welcome(client)
         windows.append(turns.got(client, m.Welcome)[0].max_unacknowledged)
-    assert windows[:2] + windows[FLEET:] == [WINDOW, WINDOW // 2] + [WINDOW // FLEET] * 4
+    assert windows == [WINDOW // number for number in range(1, 89)]
     assert sum(windows) < GUEST_BYTES
 
 
