@@ -60,10 +60,9 @@ class FairQueue:
             if clock.monotonic() > end or not (came := received(self._access.socket)):
                 return
             who, frames = came[0].bytes, len(came)
-            if self._access.is_ignored(who):
-                continue
             line = self._lines.setdefault(self._access.account(came[0]), _Line())
-            line.waiting.append(came)
+            if not self._access.is_ignored(who):
+                line.waiting.append(came)
             line.came[who] += frames
             line.count += frames
             if line.count > FRAMES and line.came[who] * len(line.came) >= line.count:

@@ -11,6 +11,7 @@ from serl_client.errors import Disconnected, Refused, TrainerError
 from serl_client.keys import Key
 
 from serl_launcher.acting.server import InferenceServer
+from serl_launcher.service import access, fair_queue
 from serl_launcher.service.server import Server
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_segment
@@ -73,6 +74,20 @@ def test_the_inference_process_lets_in_and_refuses_as_the_server_does(keys, answ
         with pytest.raises(Refused, match="does not let the key left in"):
             left.hello(PATIENCE)
     assert inference.server.report()["refusals"] == {"role": 2, "no key": 1, "revoked key": 2}
+
+
+def test_a_storm_is_told_to_come_again_and_a_flood_is_cut(inference, spec, monkeypatch):
+    monkeypatch.setitem(access.LIMITS, m.Hello, 5)
+    monkeypatch.setattr(fair_queue, "FRAMES", 1000)
+    there = inference(rlpd(spec)).start()
+    with Connection(there.address, m.Hello(m.PROTOCOL, "actor", "left")) as left:
+        left.hello(PATIENCE)
+        for _ in range(50):
+            left.send(left.greeting)
+        assert "too many Hellos" in until(lambda: getattr(left.receive(), "text", ""))
+        for _ in range(500):
+            left.send(m.Heartbeat({}))
+        until(lambda: (left.receive(), not left.is_open)[1])
 
 
 def test_what_a_connection_asked_is_forgotten_when_it_ends(inference, spec):
