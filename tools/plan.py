@@ -20,6 +20,8 @@ from serl_client.errors import ConfigError, RetakeError
 from serl_client.lockfile import holder
 
 from serl_launcher.config import composed
+from serl_launcher.training.forecast import planned as planned_minutes
+from serl_launcher.training.forecast import rate_of
 from serl_launcher.training.plan import TRAINED, Phase, Plan, unrepeated
 from serl_launcher.training.plan_reader import plan_of
 
@@ -47,8 +49,8 @@ def load(config: DictConfig, *, check_updates: bool) -> Plan:
     return plan_of(config, methods).only(config.phase)
 
 
-def timeline(plan: Plan) -> Iterator[str]:
-    """The lines that describe a plan to a person."""
+def timeline(plan: Plan, minutes: Mapping[str, str]) -> Iterator[str]:
+    """The lines that describe a plan to a person. minutes: of its phases, and of all by the name ""; see forecast."""
     for name, source in plan.sources.items():
         yield f"source {name}: {source.capacity:,} steps"
     for name, view in plan.views.items():
@@ -59,9 +61,11 @@ def timeline(plan: Plan) -> Iterator[str]:
         times = f" to #{repeat.times}" if repeat and is_repeated else ""
         yield f"\n{number}. {name}{times}"
         yield from (f"   {word:<8} {text}" for word, text in described(plan.phases[name]).items() if text)
+        yield from (f"   time     {text}" for text in [minutes.get(name)] if text)
         if repeat and is_repeated and unrepeated(name) == repeat.phases[-1]:
             leaves = f", until {' | '.join(repeat.until)}" if repeat.until else ""
             yield f"   repeat   {', '.join(repeat.phases)}: {repeat.times} times{leaves}"
+    yield from (f"\nat most: {text}" for text in [minutes.get("")] if text)
     yield from (f"\nnote: {note}" for note in plan.notes)
 
 
@@ -85,6 +89,12 @@ def described(phase: Phase) -> Mapping[str, str]:
     }
 
 
+def minutes_of(plan: Plan, config: DictConfig, like: Path | None) -> dict[str, str]:
+    """The minutes that a plan takes of a robot at the task's rate; none where the task does not say it."""
+    fps, longest = config.task.env.get("fps"), config.task.env.get("max_steps")
+    return planned_minutes(plan, fps, longest, rate_of(like) if like else None) if fps and longest else {}
+
+
 def stop(run_dir: Path) -> str:
     """Ask the learner of a run to keep a checkpoint and to end; return what to say once it has ended."""
     process, lock = holder(run_dir), (run_dir / "lock").resolve()
@@ -101,6 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("show", "check", "stop"), help="check: looks the updates up, too")
     parser.add_argument("plan", metavar="NAME|FILE|RUN", help="a plan of config/plan, a yaml file; to stop: a run_dir")
+    parser.add_argument("--like", type=Path, metavar="RUN", help="show: a run whose updates per second tell the time")
     parser.add_argument("overrides", nargs="*", help="as for training: task=sim_arm algo=rlpd plan.phases...")
     arguments = parser.parse_args()
     try:
@@ -112,7 +123,7 @@ def main() -> int:
     except (RetakeError, OmegaConfBaseException, ImportError, AttributeError, OSError) as error:
         print(" ".join(str(error).split()), file=sys.stderr)
         return 1
-    print("\n".join(timeline(plan)))
+    print("\n".join(timeline(plan, minutes_of(plan, config, arguments.like))))
     return 0
 
 

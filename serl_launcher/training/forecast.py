@@ -2,13 +2,13 @@
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from serl_client import clock
 
 from serl_launcher.training.metrics import read
-from serl_launcher.training.plan import OPERATOR, SEEN, Phase, Plan, parse
+from serl_launcher.training.plan import OPERATOR, SEEN, Phase, Plan, Term, parse
 from serl_launcher.training.plan_state import PACED, PlanState, Progress
 
 EARLY_S = 10.0  # seconds of a phase in which nothing is said yet: rates are not known
@@ -20,60 +20,60 @@ def rate_of(run_dir: Path) -> float | None:
     return statistics.median(rates) if rates else None
 
 
-def planned(plan: Plan, fps: float, longest: int, rate: float | None) -> Iterator[str]:
-    """Yield, of each phase and of all, the minutes at most: of the robot, of a person, of training.
+def planned(plan: Plan, fps: float, longest: int, rate: float | None) -> dict[str, str]:
+    """Return {phase: minutes at most, of the robot, a person and training}; of the plan as a whole by the name "".
 
     fps: steps per second of a robot. longest: steps of an episode at most. rate: updates per second; None: not known.
-    What ends a phase early, such as a share of successes, is not counted on.
+    What ends a phase early, such as a share of successes, is not counted on, nor are ways home.
     """
-    total = [0.0, 0.0, 0.0]
+    total, told = [0.0, 0.0, 0.0], dict[str, str]()
     for phase in plan.phases.values():
-        steps, updates = _steps(phase, longest), _updates(phase, longest)
-        of_robot = steps / fps / 60
+        updates, of_robot = _updates(phase, longest), _steps(phase, longest) / fps / 60
         is_persons = phase.actors.mode == "teleop" or phase.actors.intervene
-        of_training = updates / rate / 60 if rate and updates else 0.0
-        minutes = [of_robot, of_robot if is_persons else 0.0, of_training]
-        total = [a + b for a, b in zip(total, minutes, strict=True)]
-        yield f"{phase.name}: {_told(minutes, updates, rate)}"
-    yield f"in all: {_told(total, math.nan, rate)}"
+        minutes = [of_robot, of_robot if is_persons else 0.0, updates / rate / 60 if rate and updates else 0.0]
+        total = [before + now for before, now in zip(total, minutes, strict=True)]
+        told[phase.name] = _told(minutes, 0.0 if rate else updates)
+    return {**told, "": _told(total, 0.0)}
 
 
-def _told(minutes: list[float], updates: float, rate: float | None) -> str:
-    names = ("robot", "person", "training")
-    parts = [f"{name} {_minutes(value)}" for name, value in zip(names, minutes, strict=True) if value]
-    if updates > 0 and not rate:
-        parts.append(f"training {updates:,.0f} updates (say --like RUN for its minutes)")
-    longest = max(range(3), key=lambda i: minutes[i] * (i != 1))  # robot and training go on side by side
-    slow = f"; {names[longest]} dominates" if minutes[0] and minutes[2] else ""
-    return (", ".join(parts) or "no time") + slow
+def _told(minutes: list[float], updates: float) -> str:
+    """updates: of which nobody knows how long they take."""
+    robot, person, training = minutes
+    parts = [f"{name} {_minutes(value)}" for name, value in
+             (("robot", robot), ("person", person), ("training", training)) if value]  # fmt: skip
+    parts += [f"training {updates:,.0f} updates"] if 0 < updates < math.inf else []
+    longest = "training takes" if training > robot else "the robot takes"
+    return ", ".join(parts) + (f"; {longest} longest" if robot and training else "")
 
 
 def _minutes(value: float) -> str:
-    return f"{value:,.0f} min" if math.isfinite(value) else "until a person ends it"
+    if not math.isfinite(value):
+        return "until a person ends it"
+    return f"{value:,.0f} min" if value >= 1 else f"{60 * value:.0f} s"
 
 
 def _steps(phase: Phase, longest: int) -> float:
     """Return the env steps of a phase at most; inf if nothing bounds them, 0 if nobody acts."""
     per = {"env_steps": 1.0, "episodes": longest, "successes": longest}
-    return _least(phase, lambda name, count: per.get(count or name)) if phase.actors.act else 0.0
+    return _least(phase, lambda term: per.get(term.count or term.name)) if phase.actors.act else 0.0
 
 
 def _updates(phase: Phase, longest: int) -> float:
     if not phase.updates:
         return 0.0
     paced = _steps(phase, longest) * phase.pace.updates_per_step if phase.pace and phase.actors.act else math.inf
-    return min(paced, _least(phase, lambda name, count: 1.0 if name == "updates" else None))
+    return min(paced, _least(phase, lambda term: 1.0 if term.name == "updates" else None))
 
 
-def _least(phase: Phase, unit) -> float:
-    """Return the least bound that ends a phase alone, in the units that `unit` knows of: (name, count) -> how many."""
-    ends = [parse(text) for text in phase.until]
-    bounds = [
-        [term.bound * each for term in terms if (each := unit(term.name, term.count)) is not None] for terms in ends
-    ]
-    return min(
-        (max(each) for each, terms in zip(bounds, ends, strict=True) if len(each) == len(terms)), default=math.inf
-    )
+def _least(phase: Phase, each: Callable[[Term], float | None]) -> float:
+    """Return the least bound that ends a phase. each: what one of a term's counts for; None: nothing bounds it."""
+    least = math.inf
+    for text in phase.until:
+        terms = parse(text)
+        bounds = [term.bound * value for term in terms if (value := each(term)) is not None]
+        if len(bounds) == len(terms):
+            least = min(least, max(bounds))
+    return least
 
 
 class Forecast:
@@ -86,27 +86,19 @@ class Forecast:
         self._looks = self._paced = 0  # how often the learner was looked at, and waited for steps
 
     def look(self, state: PlanState, progress: Progress, waits_for: str) -> str:
-        """Return it for a person, with what sets the pace; empty while nothing is known."""
+        """Return it for a person, with what sets the pace. waits_for: what the learner waits for now."""
         phase, now = state.phase, clock.monotonic()
         if phase is None:
-            return ""
+            return "nothing"
         if phase.name != self._phase:
             self._phase, self._since, self._then, self._looks, self._paced = phase.name, now, {}, 0, 0
         self._looks += 1
         self._paced += waits_for == PACED
-        left, condition = min(
-            ((self._left(state, progress, text, now), text) for text in phase.until), default=(math.inf, "")
-        )
+        left = min((self._left(state, progress, text, now) for text in phase.until), default=math.inf)
         if now < self._since + EARLY_S or not math.isfinite(left):
-            return ""
-        pace = (
-            f"; {'the robots set' if 2 * self._paced > self._looks else 'training sets'} the pace" if phase.pace else ""
-        )
-        return (
-            f"about {left / 60:,.0f} min at most, until {condition}{pace}"
-            if left >= 60
-            else f"about {left:.0f} s{pace}"
-        )
+            return "not known yet"
+        setter = "the robots set" if 2 * self._paced > self._looks else "training sets"
+        return f"about {_minutes(left / 60)} at most" + (f", {setter} the pace" if phase.pace else "")
 
     def _left(self, state: PlanState, progress: Progress, text: str, now: float) -> float:
         """Return the seconds until a condition is met; inf for one that has no rate."""

@@ -20,6 +20,7 @@ from serl_launcher.replay.mixture import ReplayMixture, statistics
 from serl_launcher.replay.once import Seen
 from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.counters import RunCounters, evaluation
+from serl_launcher.training.forecast import Forecast
 from serl_launcher.training.metrics import MetricsLog
 from serl_launcher.training.monitor import Monitor
 from serl_launcher.training.plan import RANDOM, Phase, Plan, Update, unrepeated
@@ -77,6 +78,7 @@ class Learner:
         self._tracer = Tracer(ranks, sources, self.server.set_aside)
         self.changes: list[dict[str, Any]] = []  # {updates: at which, what} of settings, over all starts
         self.evaluations: dict[str, dict[str, Any]] = {}  # by phase, or phase@updates within one; the newest last
+        self._forecast = Forecast()
         self._is_starved = False  # an update is due and its sources hold nothing for it: actors may go on at any pace
         self._began = self._fed = clock.monotonic()  # fed: when an update last had its data, or none was due
 
@@ -353,9 +355,10 @@ class Learner:
         return self.server.presence.lack or self.state.waits_for(self._progress()) or lacks_data
 
     def _show(self, phase: Phase | None) -> None:
+        waits_for = self._waits_for()
         self.monitor.show(
             phase, updates=self.state.updates, refused=self._tracer.look(self.state.updates),
-            mode=self.director.body.get("mode"), wall_s=self.wall_s,
-            waits_for=self._waits_for(),
+            mode=self.director.body.get("mode"), wall_s=self.wall_s, waits_for=waits_for,
+            left=self._forecast.look(self.state, self._progress(), waits_for),
             version=self.publisher.version.get("version", 0), actors=str(self.server.presence),
         )  # fmt: skip

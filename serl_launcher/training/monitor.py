@@ -68,7 +68,7 @@ class Monitor:
 
     def show(
         self, phase: Phase | None, *, updates: int, refused: int, mode: Any, wall_s: float, waits_for: str,
-        version: int, actors: str,
+        left: str, version: int, actors: str,
     ) -> None:  # fmt: skip
         """Write the newest metrics, if there were updates since the last call, and show the console's lines."""
         now = clock.monotonic()
@@ -87,6 +87,7 @@ class Monitor:
         alone = [episode for episode in recent if not episode.intervened]
         self.console.show({
             "phase": f"{name}" + f" ({mode})" * (mode != name) + f", {wall_s:.0f} s",
+            "left": left,
             "episodes": f"{self._counters.episodes}",
             "success": f"{_succeeded(alone)} unassisted, {_succeeded(assisted)} assisted, of the last {len(recent)}",
             "return": f"{sum(e.reward for e in recent) / max(1, len(recent)):.2f} mean of the last {len(recent)}",

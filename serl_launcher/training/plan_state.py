@@ -16,6 +16,7 @@ from serl_launcher.training.rate_limiter import UNPACED, RateLimiter
 
 log = logging.getLogger(__name__)
 
+PACED = "env steps: pace"  # what the learner waits for where its actors are too slow for its ratio
 COMMANDS = ("next", "hold", "resume", "goto", "stop")
 COUNTED = ("env_steps", "episodes", "successes", "interventions", "finished_steps")  # of PhaseCounts
 
@@ -113,7 +114,7 @@ class PlanState:
         bucket = self._begin(phase, progress)
         if bucket is None:
             return f"the start: {phase.start_when}"
-        return None if bucket.may_update(self._env_steps(progress), self.at.updates) else "env steps: pace"
+        return None if bucket.may_update(self._env_steps(progress), self.at.updates) else PACED
 
     def next_update(self, progress: Progress) -> str | None:
         """Return the name of the update that is due; None while there is none."""
@@ -335,9 +336,9 @@ class PlanState:
         return next((text for text in phase.until if self._met(text, progress)), None)
 
     def _met(self, condition: str, progress: Progress) -> bool:
-        return all(term.met_by(self._value(term, progress)) for term in parse(condition))
+        return all(term.met_by(self.value(term, progress)) for term in parse(condition))
 
-    def _value(self, term: Term, progress: Progress) -> float:
+    def value(self, term: Term, progress: Progress) -> float:
         """Return what a term compares with its bound; nan, which meets no bound, if there is no value yet."""
         if term.name == OPERATOR:
             return math.nan
