@@ -112,7 +112,8 @@ class Director:
         if body != self.body or link.welcome is not self._welcome:
             number = self._server.call(m.Direct(body, limit)).value
             if number != self.number:
-                log.info("directive %d: %s", number, " ".join(filter(None, (body["phase"], body["mode"]))))
+                told = dict.fromkeys(filter(None, (body["phase"], body["mode"])))
+                log.info("the actors are told: %s", " ".join(told))
             self.number, self.body, self.limit, self._welcome = number, dict(body), limit, link.welcome
 
     def pace(self, limit: int | None) -> None:
