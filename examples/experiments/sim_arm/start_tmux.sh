@@ -31,22 +31,31 @@ if ! command -v tmux >/dev/null || [ ! -t 0 ] || [ ! -t 1 ]; then
     exit $status
 fi
 
+ended="$(mktemp -d)" # each side's pane writes here how it ended
+
 # What the actor's pane does: where the actor fails or is interrupted, it interrupts the learner in pane $1.
 act() {
-    echo "$(declare -f alone); $here/run_actor.sh $arguments || { alone \$?; tmux send-keys -t $1 C-c; }; sleep 5"
+    echo "$here/run_actor.sh $arguments || { echo \$? >$ended/actor
+     tmux capture-pane -p -S -20 -t \$TMUX_PANE >$ended/actor_screen; tmux send-keys -t $1 C-c; }; sleep 5"
+}
+
+# What the actor's pane has shown, and what it means, if it has ended so.
+tell_actor() {
+    [ -e "$ended/actor" ] && { grep -v '^$' "$ended/actor_screen" | tail -12; alone "$(cat "$ended/actor")"; }
 }
 
 if [ -n "${TMUX:-}" ]; then # the learner stays in this pane, and the actor gets one below it
     actor="$(tmux split-window -v -t "$TMUX_PANE" -c "$PWD" -P -F '#{pane_id}' "$(act "$TMUX_PANE")")"
     trap ':' INT # the learner's to handle
+    trap 'rm -rf "$ended"' EXIT
     "$here/run_learner.sh" "$@"
     status=$?
     [ $status -eq 0 ] || tmux kill-pane -t "$actor" 2>/dev/null
+    tell_actor
     exit $status
 fi
 
 session="retake-$$"
-ended="$(mktemp -d)"
 trap 'tmux kill-session -t "$session" 2>/dev/null; rm -rf "$ended"' EXIT
 learner="$(tmux new-session -d -s "$session" -x "$(tput cols)" -y "$(tput lines)" -P -F '#{pane_id}' \
     "$here/run_learner.sh $arguments; echo \$? >$ended/status
@@ -65,4 +74,5 @@ if [ ! -e "$ended/status" ]; then
 fi
 wait
 grep -v '^$' "$ended/screen" | tail -12
+tell_actor
 exit "$(cat "$ended/status")"
