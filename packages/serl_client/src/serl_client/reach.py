@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import serl_client.clock as clock
 from serl_client.connection import tcp
-from serl_client.errors import Disconnected, Timeout, TrainerError
+from serl_client.errors import Disconnected, RetakeError, Timeout
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ PATIENCE = 3.0  # seconds for one look at the address
 SILENCE = 5.0  # seconds without an answer until an actor says why
 WATCH = 1.0  # seconds between two checks whether there is silence
 UNASKED = 3.0  # seconds without a question until nobody waits for an answer any more: each is repeated before
-AGAIN = 10.0  # seconds between two looks, because the learner counts each as a broken handshake
+AGAIN = 10.0  # seconds between two looks, because a learner with keys counts each as a client without one
 # The greeting of every ZeroMQ peer (ZMTP 3.0): this signature and version, the security mechanism, whether the peer is
 # the server, and zeros; GREETING bytes in all.
 OPENING = b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x00"
@@ -119,7 +119,7 @@ def unwelcome(address: str) -> Look:
     return Look(False, f"{address} takes connections and does not answer", advice)
 
 
-def explained(error: TrainerError, address: str, *, has_key: bool, option: str = "port") -> str:
+def explained(error: RetakeError, address: str, *, has_key: bool, option: str = "port") -> str:
     """Return why a call got no answer: what a look at the address finds, or else the error's text."""
     if not isinstance(error, Disconnected | Timeout):
         return str(error)

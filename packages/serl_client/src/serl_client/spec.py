@@ -246,19 +246,19 @@ def difference(mine: Mapping[str, Any], theirs: Mapping[str, Any], unsaid: tuple
 
 def _differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], unsaid: tuple[str, ...], at: str) -> Iterator[str]:
     for name in sorted({*mine, *theirs}):
-        sides, place = [side.get(name) for side in (mine, theirs)], f"{at}{name}"
-        if all(isinstance(side, dict) for side in sides):
-            yield from _differences(*sides, unsaid, f"{place}.")
-        elif sides[0] != sides[1] and not ((name in mine) != (name in theirs) and _is_unsaid(place, sides, unsaid)):
-            yield f"{place}: " + ", ".join(_told(side) for side in sides)
+        own, other, place = mine.get(name), theirs.get(name), f"{at}{name}"
+        is_alone = (name in mine) != (name in theirs)
+        if isinstance(own, dict) and isinstance(other, dict):
+            yield from _differences(own, other, unsaid, f"{place}.")
+        elif own != other and not (is_alone and _is_unsaid(place, own if name in mine else other, unsaid)):
+            yield f"{place}: {_told(own)}, {_told(other)}"
 
 
-def _is_unsaid(place: str, sides: Sequence[Any], unsaid: tuple[str, ...]) -> bool:
-    """Return whether all that one side says here is of the ends `unsaid`."""
-    branch = next((side for side in sides if isinstance(side, dict)), None)
-    if branch is None:
+def _is_unsaid(place: str, value: Any, unsaid: tuple[str, ...]) -> bool:
+    """Return whether all that is said here is of the ends `unsaid`."""
+    if not isinstance(value, dict):
         return place.endswith(unsaid)
-    return all(_is_unsaid(f"{place}.{name}", [value], unsaid) for name, value in branch.items())
+    return all(_is_unsaid(f"{place}.{name}", below, unsaid) for name, below in value.items())
 
 
 def _told(side: Any) -> str:
