@@ -7,6 +7,7 @@ cleaned, because a terminal obeys an escape sequence that a client may have put 
 
 import logging
 import math
+import os
 import shutil
 import sys
 import textwrap
@@ -94,7 +95,7 @@ class Console(logging.Handler):
             self._draw()
 
     def _draw(self) -> None:
-        columns, height = shutil.get_terminal_size()
+        columns, height = self._size()
         width = columns - 1
         is_new = self._warning and clock.monotonic() < self._warned + WARNING_S
         rows = {"last warning": self._warning, **self._rows} if is_new else self._rows
@@ -108,6 +109,13 @@ class Console(logging.Handler):
         lines = lines[: max(1, height - 2)]
         self._drawn = len(lines)
         self._write("".join(line + LINE_END for line in lines) + "\x1b[J")
+
+    def _size(self) -> os.terminal_size:
+        """Return the columns and lines of the terminal that is drawn on, whatever the environment says of another."""
+        try:
+            return os.get_terminal_size(self._stream.fileno())
+        except (OSError, ValueError):
+            return shutil.get_terminal_size()
 
     def _return(self) -> None:
         """Go back to the block's first line, to write over it."""
