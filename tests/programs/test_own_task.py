@@ -80,6 +80,7 @@ def test_the_page_is_enough_for_a_task_of_ones_own(programs):
     assert (programs.run_dir / "evaluation.json").exists()
 
 
+@pytest.mark.slow
 def test_what_environments_recorded_before_they_raised_is_delivered_and_the_run_goes_on_without_the_hopeless(programs):
     practice = next(command for command in PAGE if "./start.sh" in command.text)
     words = [*words_of(practice), "task.env_id=rude:Rude-v0"]
