@@ -63,11 +63,12 @@ class Actions:
             kind = space.dtype if isinstance(space, Box) else type(space).__name__
             known = "only a Box of floats fits, or Discrete, MultiDiscrete and MultiBinary"
             raise ConfigError(f"{task} takes actions of {kind}; {known}")
-        self.is_choice, self._space = not is_box, space
+        self.is_choice = not is_box
+        self._space: Any = space
         self._groups: list[int] = []
         if isinstance(space, Discrete | MultiDiscrete):
             self._groups = [int(n) for n in np.ravel(space.n if isinstance(space, Discrete) else space.nvec)]
-        size = sum(self._groups) or math.prod(space.shape)
+        size = sum(self._groups) or math.prod(space.shape or ())
         for what, said in (("names", names or None), ("numbers of the neutral action", neutral)):
             if said is not None and len(said) != size:
                 raise ConfigError(f"{task} takes actions of {size} entries: give as many {what}")
