@@ -129,7 +129,7 @@ ROUNDS = [
     "+plan.repeat={phases: [practise, evaluate], times: 2}",
 ]  # fmt: skip
 ENDLESS = [  # what may be edited: the evaluation within practice ends and does not come again, and practice goes on
-    "plan.phases.practise.evaluate={every_env_steps: 1000000, until: ['episodes >= 5']}",
+    "+plan.phases.practise.evaluate={every_env_steps: 1000000, until: ['episodes >= 5']}",
     "plan.phases.practise.until=['env_steps >= 1000000', operator]",
 ]
 
@@ -158,7 +158,7 @@ def test_killed_in_an_evaluation_within_practice_and_in_its_second_round_the_run
     programs.order("next")
     begun("practise#2")
     before = programs.practised(programs.facts().practised + 40)
-    learner = killed(learner, *ENDLESS, "plan.repeat.times=3")
+    learner = killed(learner, *ENDLESS, "+plan.repeat={phases: [practise, evaluate], times: 3}")
     programs.until(lambda: "resumed in phase practise#2 after" in programs.said())
     assert_goes_on(before, programs.practised(before.practised + 20))
     for phase in ("practise#2", "practise#3"):
