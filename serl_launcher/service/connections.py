@@ -9,6 +9,7 @@ socket. So each message also carries how many connections had been accepted when
 it is of the connection that has the descriptor now if that one was among them.
 """
 
+import ctypes
 import socket
 import sys
 from collections import defaultdict, deque
@@ -30,10 +31,12 @@ GUEST_BYTES = wire.MAX_MESSAGE + WINDOW  # unread, of a key: its largest message
 STRANGER_BYTES = 4 << 20  # unread, of all connections of an address that are no guests: a Hello has at most 1 MiB
 UNHEARD_BYTES = 6 << 20  # sent and not received, for a connection: four parts of weights, a status and a Welcome
 SENT = 8  # times that, for all connections of a key: twelve actors that pull weights at once
+TRIM_BYTES = 64 << 20  # that came and went, after which libc gives back what it keeps of their memory
 LOOK_S = 0.1  # between two looks at what has come
 FRAME_BYTES = 128  # more than a frame has on the wire beside its data; heartbeats are counted by nothing else
 ACKED, RECEIVED = slice(120, 128), slice(128, 136)  # tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info
 ADMITTED = "Admitted"  # the property of a message that says when its connection was let in
+LIBC = ctypes.CDLL(None)
 EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -77,7 +80,7 @@ class Connections:
         self._accepted = 0  # connections since this began
         self._events: deque[tuple[int, int]] = deque()  # (event, value) that are not handled yet
         self.has_lost = False  # a connection has ended since this was made false
-        self._looked = 0.0
+        self._looked, self._passed = 0.0, 0  # bytes since the memory was given back
 
     def turn(self) -> None:
         """Look at who has come and gone, and cut who is too many or brings too much; never waits."""
@@ -85,6 +88,9 @@ class Connections:
         if clock.monotonic() > self._looked + LOOK_S:
             self._looked = clock.monotonic()
             self._look()
+            if self._passed > TRIM_BYTES and hasattr(LIBC, "malloc_trim"):
+                self._passed = 0
+                LIBC.malloc_trim(0)
 
     @property
     def living(self) -> set[bytes]:
@@ -99,7 +105,9 @@ class Connections:
     def heard(self, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> None:
         """Count a message that was taken out of the socket."""
         if (held := self._held.get(descriptor := self._descriptor(identity))) is not None:
-            held.taken += sum(map(len, frames)) + FRAME_BYTES * len(frames)
+            size = sum(map(len, frames))
+            held.taken += size + FRAME_BYTES * len(frames)
+            self._passed += size
             held.identity = identity.bytes
             self._descriptors[held.identity] = descriptor
 
@@ -119,6 +127,7 @@ class Connections:
         """Count bytes that were sent to a connection."""
         if (held := self._held.get(self._descriptors.get(identity, -1))) is not None:
             held.sent += size
+            self._passed += size
 
     def welcome(self, identity: zmq.Frame, key: str) -> None:
         """Make the sender of a Hello a guest, of this key ("": there are none). Raises ServerFailed without a place."""
@@ -198,6 +207,7 @@ class Connections:
         """Shut a connection down that libzmq has accepted: it knows no limit of its own."""
         self._refuse(reason, text)
         self.places.leave(descriptor)
+        self._passed += STRANGER_BYTES  # perhaps, or more
         with suppress(OSError), _borrowed(descriptor) as accepted:
             self._receive()  # its end is said before the descriptor is another's
             if (zmq.EVENT_DISCONNECTED, descriptor) not in self._events:

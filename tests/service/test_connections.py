@@ -4,6 +4,7 @@ import contextlib
 import resource
 import socket
 import time
+import types
 from hashlib import sha256
 
 import pytest
@@ -85,6 +86,17 @@ def test_of_answers_that_nobody_reads_so_many_bytes_wait_and_no_more_are_made_un
         assert peer.is_open()  # and it has read all
         assert peer.send(request)
         assert len(peer.read(len(weights))) >= len(weights)
+
+
+def test_the_memory_of_what_came_and_went_is_given_back(serve, monkeypatch):
+    given = []
+    monkeypatch.setattr(connections, "TRIM_BYTES", 1 << 20)
+    monkeypatch.setattr(connections, "LIBC", types.SimpleNamespace(malloc_trim=given.append))
+    with serve().link("viewer", "eye") as link:
+        link.call(m.Status(), PATIENCE)
+        assert not given
+        until(lambda: link.send(m.Heartbeat({"text": "x" * 7900})) and given)
+    assert given[0] == 0
 
 
 @pytest.fixture
