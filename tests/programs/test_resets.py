@@ -29,8 +29,8 @@ BLOCK = [NAMES.index(f"block.{axis}") for axis in "xyz"]
 )
 def test_a_forward_and_a_backward_task_practise_without_a_hand(programs, episodes, words):
     words = [*PAIR, *words, f'plan.phases.practise.until=["episodes >= {episodes}"]']
-    sides = [programs.start(side, *words) for side in ("learner", "actor")]
-    assert [side.wait(15 * episodes + 300) for side in sides] == [0, 0], programs.said()[-4000:]
+    for side in [programs.start(side, *words) for side in ("actor", "learner")]:
+        assert side.wait(15 * episodes + 300) == 0, programs.said()[-4000:]
     _, readers, found = open_run(programs.run_dir)
     found = sorted((episode for episode in found if episode.final), key=lambda episode: episode.number)
     assert sum(episode.phase == "practise" for episode in found) >= episodes

@@ -99,6 +99,7 @@ class Recorder:
         self.ended = True
         if self._state[0]:
             self._write(*self._state)
+            terminated = bool(terminated)  # an environment's may be numpy's
             self._push(terminated=terminated, truncated=not terminated)
 
     def _push(self, *, terminated: bool, truncated: bool) -> None:
