@@ -93,8 +93,7 @@ class _Actor:
         self._controller = policies["trained"]
         self._person, self._on_episode, self._status = person, on_episode, status
         self._directive, self._starts = client.state.directive, starts
-        self._is_real = env.clock == "real"
-        self._resets = resets
+        self._is_real, self._resets = env.clock == "real", resets
         self._way = WayHome(env, client, person, status, resets, asks=reset == OPERATOR)
         self._faults = Faults()
         self._unanswered: Frames | None = None  # the last ones of an episode that silence cut off
@@ -152,10 +151,8 @@ class _Actor:
         if is_new and not able and mode not in ("idle", "stop"):
             asked = "random actions on a real clock" if is_wild else mode
             status.warn(f"phase {status.phase} asks for {asked}, which this robot cannot do: it idles")
-        if is_new and self._unanswered:
-            self._controller.begin(
-                status.episode, directive, cleaned(self._env.task)
-            )  # other weights may have to answer
+        if is_new and self._unanswered:  # other weights may have to answer
+            self._controller.begin(status.episode, directive, cleaned(self._env.task))
         may_begin = able and self._starts.remain(directive, is_heard=self._client.connected)
         may_begin &= self._client.has_room and not self._person.is_paused and not self._client.over
         return mode if mode == "stop" or (may_begin and (mode == "teleop" or self._answers())) else "idle"
@@ -170,7 +167,6 @@ class _Actor:
         return self._unanswered is None
 
     # -- one episode
-
     def _run_episode(self, mode: str) -> None:
         client, number = self._client, self._status.episodes
         seed = self._starts.seed(self._directive, client.state.ordinal, number)
@@ -189,7 +185,7 @@ class _Actor:
         self._person.judge_latest()
         if bad := recorder.limits.broken({**observation, "time": observed}):
             self._status.warn(f"{bad} after the reset; {recorder.episode} does not begin")
-            self._client.wait(AGAIN)
+            client.wait(AGAIN)
             return
         frames = Frames(observation, client.history)
         episode = EpisodeState(recorder, frames, mode == "teleop", began=began, observed=observed)
@@ -206,13 +202,9 @@ class _Actor:
                     self._report(episode)
             raise
         self._report(episode)
-        if episode.teleop and not self._is_real:
-            self._wait_heard()
-
-    def _wait_heard(self) -> None:
-        """Wait for the learner's next directive, because a scripted operator would begin needless demonstrations."""
-        self._client.drain(ROOM_PATIENCE)
-        self._client.wait(NAP)
+        if episode.teleop and not self._is_real:  # a scripted operator would begin needless demonstrations
+            client.drain(ROOM_PATIENCE)
+            client.wait(NAP)
 
     def _row(self, episode: EpisodeState) -> None:
         goes_on, waited, action = self._action(episode)
@@ -388,7 +380,6 @@ class _Actor:
         })  # fmt: skip
 
     # -- time
-
     def _count(self, sent: float) -> None:
         """Count a step whose command was sent then."""
         status = self._status
