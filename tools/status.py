@@ -52,10 +52,11 @@ def main() -> None:
 
 def lines(report: dict[str, Any]) -> list[str]:
     directive, weights = report["directive"], report["weights"]
+    phase, mode = directive.get("phase", "-"), directive.get("mode", "-")
     said = [
         f"run        {report['run'][:12] or 'new: no actor has come yet'}, up {report['uptime_s']:.0f} s",
         f"store      {'DEGRADED: ' + report['degraded'] if report['degraded'] else 'durable'}",
-        f"phase      {directive.get('phase', '-')} ({directive.get('mode', '-')})",
+        f"phase      {phase}" + f" ({mode})" * (mode != phase),
         f"weights    version {weights.get('version', 0)} {weights.get('sha256', '')[:12]}",
         f"refused    {refusals(report)}; {report['connections']} connections",
     ]
