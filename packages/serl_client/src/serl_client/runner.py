@@ -180,7 +180,7 @@ class _Actor:
         observation = self._env.reset(
             seed, teleop=mode == "teleop", intervene=mode == "collect" and self._directive.get("intervene", False)
         )
-        began, observed = clock.monotonic(), self._observed()
+        began, observed, warning = clock.monotonic(), self._observed(), self._status.warning
         self._person.listen()
         self._person.judge_latest()
         if bad := recorder.limits.broken({**observation, "time": observed}):
@@ -202,6 +202,8 @@ class _Actor:
                     self._report(episode)
             raise
         self._report(episode)
+        if self._status.warning == warning:  # so nothing went wrong in this one
+            self._status.calm()
         if episode.teleop and not self._is_real:  # a scripted operator would begin needless demonstrations
             client.drain(ROOM_PATIENCE)
             client.wait(NAP)
@@ -230,8 +232,6 @@ class _Actor:
             self._env.stop()
             self._cut_off(episode)
             return
-        if episode.last is None:
-            self._status.calm()
         self._hand_over(episode, step.intervened)
         episode.last, episode.observed = step, observed
         episode.driven |= step.driven

@@ -41,7 +41,7 @@ class ActorStatus:
         log.warning("%s", text, extra={"is_shown": True})
 
     def calm(self) -> None:
-        """Show no warning: its cause is gone, because an episode goes on or there is a new directive."""
+        """Show no warning: its cause is gone, because an episode went well or there is a new directive."""
         self.warning = ""
 
 
