@@ -114,14 +114,8 @@ def measured(cell: Namespace) -> Mapping[str, Any]:
     enough, or drops it too early. A success is seen if the verdict by --threshold falls within a second of it.
     """
     place, seed = cell.folder, f"seed={cell.seed}"
-    words = [
-        "plan=quickstart",
-        *runs.without("baseline", "evaluate"),
-        "plan.sources.demo.capacity=20000",
-        *CAMERAS,
-        "unread_images=true",
-    ]
-    words += [seed, f"plan.phases.practise.until=['online.episodes >= {cell.episodes}']"]
+    words = ["plan=quickstart", *runs.without("baseline", "evaluate"), "plan.sources.demo.capacity=20000", *CAMERAS]
+    words += [seed, "unread_images=true", f"plan.phases.practise.until=['online.episodes >= {cell.episodes}']"]
     actor = [seed, *CAMERAS, "task.env._target_=tools.studies.reward.late_arm", f"task.env.max_steps={ROWS + AFTER}"]
     practice = runs.finished(place / "practice", *words, actor=actor)
     data = {"given": exported(practice, "online"), "more": exported(practice, "demo")}
