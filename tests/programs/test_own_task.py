@@ -5,8 +5,10 @@ import re
 import shlex
 
 import pytest
+from serl_client.errors import ConfigError
 
-from tests.shared.common import ROOT
+from serl_launcher.config import OTHERS, composed
+from tests.shared.common import CONFIG, ROOT
 from tests.shared.programs import Programs
 from tools import readme
 from tools.readme_words import SHORT
@@ -78,6 +80,14 @@ def test_the_page_is_enough_for_a_task_of_ones_own(programs):
     assert (programs.run_dir / "summary.json").exists()
     programs.complete(words_of(evaluation), words_of(evaluation))
     assert (programs.run_dir / "evaluation.json").exists()
+
+
+@pytest.mark.parametrize(("word", "ours"), OTHERS.items())
+def test_words_of_other_projects_that_the_page_names_are_refused_with_ours(word, ours, tmp_path):
+    assert f"`{word}`" in (ROOT / "docs/own_task.md").read_text()
+    for said in (f"{word}=1", f"+{word}=1"):
+        with pytest.raises(ConfigError, match=re.escape(f"{said}: the config has no key ") + ".*" + re.escape(ours)):
+            composed(CONFIG, ["learner=true", f"run_dir={tmp_path}", said])
 
 
 @pytest.mark.slow
