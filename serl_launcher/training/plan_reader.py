@@ -195,7 +195,7 @@ class _Reader:
             node.value.get("start_when"),
             node.at("publish").at("every_updates").whole(1) if "publish" in node.value else None,
             *(tuple(self.action(item) for item in node.at(key, []).items()) for key in ("on_begin", "on_end")),
-            self.evaluation(name, node.at("evaluate")) if "evaluate" in node.value else None,
+            evaluate=self.evaluation(name, node.at("evaluate")) if "evaluate" in node.value else None,
         )
         self.check(node, phase)
         return phase
