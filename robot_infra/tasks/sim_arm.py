@@ -78,14 +78,27 @@ def inverse_kinematics(point: Array) -> tuple[float, float, float, float, float]
     return yaw, shoulder, elbow, math.pi - shoulder - elbow, yaw
 
 
+def walled(scene: str) -> str:
+    """Return a scene (MJCF) with glass around the workspace. It stops the block alone, which so stays within reach."""
+    geoms, half = "", 0.05  # metres, of the glass's thickness
+    low, high = WORKSPACE[:, :2] + np.array([[-0.02 - half], [0.02 + half]])  # half a block away
+    for x, y, depth, width in (
+        (low[0], 0, half, 0.4), (high[0], 0, half, 0.4), (HOME[0], low[1], 0.2, half), (HOME[0], high[1], 0.2, half)
+    ):  # fmt: skip
+        place = f'pos="{x} {y} 0.25" size="{depth} {width} 0.25"'
+        geoms += f'<geom type="box" {place} contype="2" conaffinity="0" rgba="1 1 1 0.1"/>'
+    block = 'name="block" class="solid"'
+    return scene.replace("</worldbody>", f"{geoms}</worldbody>").replace(block, f'{block} conaffinity="3"')
+
+
 class SimArm(Arm):
     """Simulates the arm; its positions are those of the tool and the fingers' opening, in metres.
 
     hz: set points per second. block_in_state: the state [15] has tool, block, the way between them, finger, commanded
         tool, commanded opening and the finger's speed, all scaled. Otherwise the state [9] has only what an arm
         measures of itself.
-    side: where the block lies: both, left or right of the robot. backend, image_size: of its cameras (cameras/gl.py);
-        an empty backend: it has none, and needs no graphics.
+    side: where the block lies: both, left or right of the robot. has_walls: see `walled`.
+    backend, image_size: of its cameras (cameras/gl.py); an empty backend: it has none, and needs no graphics.
 
     The column `scene` tells the judge and the scripted operator where tool and block truly are, in metres, and how far
     the fingers are open, as they are and as commanded.
@@ -101,13 +114,14 @@ class SimArm(Arm):
 
     def __init__(
         self, address: str, *, hz: float, block_in_state: bool = True, side: str = "both", backend: str = "",
-        image_size: int = 128,
+        image_size: int = 128, has_walls: bool = False,
     ) -> None:  # fmt: skip
         if side not in SIDES:
             raise ConfigError(f"task.env.side={side}: say one of {', '.join(SIDES)}")
         self._side, self._substeps = SIDES[side], round(1 / (hz * PHYSICS))
         self._mujoco = load_mujoco()
-        self._model = self._mujoco.MjModel.from_xml_string(files("robot_infra.sim").joinpath("arm.xml").read_text())
+        scene = files("robot_infra.sim").joinpath("arm.xml").read_text()
+        self._model = self._mujoco.MjModel.from_xml_string(walled(scene) if has_walls else scene)
         self._data = self._mujoco.MjData(self._model)
         self._tip, self._block = self._data.site("tool").xpos, self._data.body("block").xpos  # views
         self._shown = [i for i, name in enumerate(NAMES) if block_in_state or not name.startswith(("block.", "way."))]
@@ -306,7 +320,8 @@ def make(
 ) -> RobotEnv:  # fmt: skip
     """Make a task of the arm as an Env.
 
-    goal: `pick`, or `sides`: two tasks, to put the block on the left and on the right. Its scenes begin on the right.
+    goal: `pick`, or `sides`: two tasks, to put the block on the left and on the right, within walls.
+        Its scenes begin on the right.
     waypoints: see GuardedRobot; None: those of the goal (WAYPOINTS) in the space of the tool, else none.
     noise: standard deviation of the scripted operator's actions. verdict_by: `judge` or `operator`
     (teleop/verdicts.py). cameras: true, false or auto (cameras/gl.py). guard: its guard is a process of its own, as a
@@ -321,7 +336,7 @@ def make(
         check_clock(clock)
     robot = guarded(
         fps=fps, by_joints=space != EE_DELTA, guard=guard, block_in_state=block_in_state,
-        side="right" if goal == "sides" else side, backend=backend, image_size=image_size,
+        has_walls=goal == "sides", side="right" if goal == "sides" else side, backend=backend, image_size=image_size,
         waypoints=WAYPOINTS[goal] if waypoints is None and space == EE_DELTA else waypoints,
     )  # fmt: skip
     arm, owner = Scene(robot), robot if space == EE_DELTA else spaced(robot, space, fps)

@@ -16,7 +16,7 @@ class PersonTime:
     """
 
     def __init__(self) -> None:
-        self._sums = dict.fromkeys(TOLD, 0.0)
+        self._sums: dict[str, float] = dict.fromkeys(TOLD, 0.0)
         self._latest: dict[str, dict[str, float]] = {}  # by actor; without those that told nothing but zeros
 
     def hear(self, clients: Iterable[Mapping[str, Any]]) -> None:

@@ -102,7 +102,7 @@ def throw(env, after):
 
     def home(seed):
         if next(calls) == after:
-            driver._data.qpos[7:9] = REACH[1] + 0.1
+            driver._data.qpos[7:9] = 0.4, 0.45
         begin(seed)
 
     env.robot.return_home = home

@@ -62,7 +62,9 @@ class WayHome:
 
     def _set_up(self, trouble: str, resets: Resets, directive: Mapping[str, Any]) -> bool:
         """Have the person, or the simulation, set up the scene; return False if the directive is over before that."""
-        if self._is_real:
+        if not self._is_real:
+            self._status.warn(f"{trouble}: the simulation sets up another scene")
+        else:
             self._status.warn(f"{trouble}. Set up the scene for the first task, then press r")
             if not self._person.is_there:
                 raise RobotFault(trouble, "scene")
