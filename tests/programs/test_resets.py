@@ -39,7 +39,7 @@ def test_a_forward_and_a_backward_task_practise_without_a_hand(programs, episode
         assert (before.task == after.task) == (not before.success), "a success is the other task's turn"
         ended, begun = (readers[each.source].rows(each)["observation.state"] for each in (before, after))
         moved = (ended[-1] - begun[0])[BLOCK[:2]] / SCALE[BLOCK[:2]]
-        assert np.abs(moved).max() < 0.08, "the scene was left as it was, but for one step and the way home"
+        assert np.abs(moved).max() < 0.12, "the scene was left as it was, but for one step and the way home"
     person = json.loads((programs.run_dir / "summary.json").read_text())["person"]
     steps = sum(episode.steps for episode in found if episode.source == "demo")
     assert person == {
