@@ -35,7 +35,7 @@ from serl_launcher.types import Batch
 log = logging.getLogger(__name__)
 
 OVER = (
-    "; the run is over: a higher bound of a phase that trains, such as max_env_steps=, or more times of what is "
+    ": a higher bound of a phase that trains, such as max_env_steps=, or more times of what is "
     "repeated, goes on with it, and another run_dir= begins a new one"
 )
 HOPE_S = 60.0  # that an update waits for data that no actor adds now: late records or a label may still come
