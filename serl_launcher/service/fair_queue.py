@@ -26,12 +26,13 @@ Handle = Callable[[Router, zmq.Frame, Sequence[wire.Buffer]], None]
 @dataclass(slots=True)
 class _Line:
     """The messages of one key. came: how many frames of each connection wait, or came within this second; count: of
-    all together. spent: seconds of CPU that this second's messages took."""
+    all together. spent: seconds of CPU that this second's messages took. cut: connections whose rest is not heard."""
 
     waiting: deque[list[zmq.Frame]] = field(default_factory=deque)
     came: Counter[bytes] = field(default_factory=Counter)
     count: int = 0
     spent: float = 0.0
+    cut: set[bytes] = field(default_factory=set)
 
 
 class FairQueue:
@@ -61,6 +62,8 @@ class FairQueue:
                 return
             who, frames = came[0].bytes, len(came)
             line = self._lines.setdefault(self._access.account(came[0]), _Line())
+            if who in line.cut:
+                continue
             if not self._access.is_ignored(who):
                 line.waiting.append(came)
             line.came[who] += frames
@@ -69,6 +72,7 @@ class FairQueue:
                 self._access.cut(came[0], "too fast", f"more than {FRAMES} frames within a second")
                 line.waiting = deque(each for each in line.waiting if each[0].bytes != who)
                 line.count -= line.came.pop(who)
+                line.cut.add(who)
             begin, before = time.thread_time(), begin
             line.spent += begin - before
 

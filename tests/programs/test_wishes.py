@@ -24,7 +24,10 @@ TABLE = PAGE.partition("## I want to ...")[2].partition("\n### ")[0]
 ROWS = dict(re.findall(r"^\| ([^|]+) \| `([^|]+)` \| [^|]+ \|$", TABLE, re.MULTILINE))  # what one wants: what one says
 SMALLER = {"30000": "250", "5000": "120", "20000": "180", "eval_episodes=100": "eval_episodes=3"}
 ELSEWHERE = {  # rows that another test does: where
-    "more rounds of what is repeated": ("tests/programs/test_plan_runs.py", "plan.repeat.times"),
+    "more rounds of what is repeated": (
+        "tests/programs/test_run.py",
+        "+plan.repeat={phases: [practise, evaluate], times: 3}",
+    ),
     "to begin with a dataset": ("docs/operations.md", ROWS["to begin with a dataset"].partition(" ")[2]),
     "a newer version": ("tests/programs/test_old_run.py", "old_run.tar.xz"),
 }
