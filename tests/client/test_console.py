@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def size(monkeypatch):
     """size(columns, lines) of the terminal."""
 
     def size(*size):
-        monkeypatch.setattr(console.shutil, "get_terminal_size", lambda: size)
+        monkeypatch.setattr(console.Console, "_size", lambda _: os.terminal_size(size))
 
     return size
 
