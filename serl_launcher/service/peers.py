@@ -84,6 +84,7 @@ class Peer:
     made: int = 0  # steps of its session, and since when; `allowed`: how many it was told that it may make
     moved: float = -math.inf
     allowed: int = 0
+    stands: bool = False  # it has not used what it was allowed
 
     def __post_init__(self) -> None:
         self.named = frozenset(session for session, _ in self.hello.earlier)

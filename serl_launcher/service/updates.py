@@ -113,7 +113,7 @@ class StateUpdates:
         """How many steps this peer's session may have made in all; None: no limit.
 
         What is left, less what other actors may have made of theirs and not delivered yet, is shared by those that have
-        nothing. What an actor has not used in UPDATE_S is free again.
+        nothing. What an actor has not used in UPDATE_S is free again, and it gets one step until it goes on.
         """
         store = self._keeper.store
         if store is None or not peer.hello.paced:
@@ -129,13 +129,14 @@ class StateUpdates:
             return made  # the learner has not said yet how far we may go
         now = clock.monotonic()
         if made != peer.made:
-            peer.made, peer.moved = made, now
+            peer.made, peer.moved, peer.stands = made, now, False
         elif now >= peer.moved + UPDATE_S:
-            peer.allowed, peer.moved = made, now
+            peer.allowed, peer.moved, peer.stands = made, now, peer.allowed > made
         held = [max(0, other.allowed - other.made) for other in self._peers.values() if other.hello.paced]
         own = max(0, peer.allowed - made)
         left = max(0, steps - store.phase_steps.get(store.directives[number]["phase"], 0) - sum(held) + own)
-        peer.allowed = max(peer.allowed, made + -(-left // max(1, held.count(0) + (own > 0))))
+        share = -(-left // max(1, held.count(0) + (own > 0)))
+        peer.allowed = max(peer.allowed, made + (min(1, share) if peer.stands else share))
         return peer.allowed
 
     def forget(self, now: float) -> None:
