@@ -118,7 +118,7 @@ def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
         take_over(run_dir, config.share, is_learner=False)
         folder = writable(run_dir / "actors" / name)
         if place == 0:
-            settle(str(config.name), run_dir / "actors")
+            settle(str(config.name), config.envs, run_dir / "actors")
         address = tcp(str(config.ip), config.port)
         with TrainerClient(
             address, actor=name, spec=env.spec, outbox=folder / "outbox",
@@ -143,12 +143,13 @@ def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
     return 0
 
 
-def settle(name: str, actors: Path) -> None:
+def settle(name: str, envs: int, actors: Path) -> None:
     """Keep the machine's name for this folder, and warn of records that other actors have left here."""
     if name == machine():
         keep_name(name, actors)
     words = [word for word in sys.argv[1:] if not word.startswith(("name=", "envs="))]
-    for other, size in undelivered(name, actors).items():
+    own = [f"{name}/{place}" for place in range(envs)] if envs > 1 else [name]
+    for other, size in undelivered(own, actors).items():
         command = shlex.join([".venv/bin/python", "examples/train.py", *words, f"name={other}"])
         log.warning(
             "%s holds %.1f MB of records that nobody delivers. End this actor and start that one, which delivers them "
@@ -173,7 +174,7 @@ def watched(
     )  # fmt: skip
     what = "the learner's weights" if local else "the inference process"
     silence = controller.unanswered
-    actions = Lookout(what, lambda: silence.seconds if client.connected else 0.0, find_actions)
+    actions = Lookout(what, lambda: silence.seconds if client.connected else None, find_actions)
     judged = {"judge": Lookout("the judge", lambda: judge.unanswered.seconds, judge.why_silent)} if judge else {}
     return {"learner": learner, "actions": actions, **judged}
 

@@ -16,25 +16,34 @@ class KeptScene:
     After a success the env's other task has its turn, which begins where this one has ended. One that fails is tried
     again. A scene that is set up anew is a start of the first task.
 
-    patience: so many episodes that fail one after another are a reason to set it up, too; None: they are none.
+    patience: so many episodes without a success, one after another, are a reason to set it up, too; None: none are.
     """
 
     def __init__(self, env: RobotEnv, patience: int | None) -> None:
         self._env, self._patience, self._failures = env, patience, 0
+        self._before = 0, 0  # turn and failures, before the latest episode ended
+        self._is_known = env.clock != "real" or len(env.turns.texts) < 2  # which task's start the scene is
 
     @property
     def trouble(self) -> str:
+        if not self._is_known:
+            return "nobody has said since this start which task the scene is set up for"
         if self._patience is not None and self._failures >= self._patience:
-            return f"{self._failures} episodes have failed one after another"
+            return f"{self._failures} episodes one after another had no success"
         return self._env.trouble
 
     def ended(self, success: bool | None) -> None:
-        turns, self._env.keeps_scene = self._env.turns, True
-        turns.now = (turns.now + bool(success)) % len(turns.texts)
-        self._failures = 0 if success else self._failures + (success is not None)
+        self._before, self._env.keeps_scene = (self._env.turns.now, self._failures), True
+        self.corrected(success)
+
+    def corrected(self, success: bool | None) -> None:
+        if self._env.keeps_scene:
+            turns, (now, failures) = self._env.turns, self._before
+            turns.now = (now + bool(success)) % len(turns.texts)
+            self._failures = 0 if success else failures + 1
 
     def set_up(self) -> None:
-        self._env.turns.now, self._env.keeps_scene, self._failures = 0, False, 0
+        self._env.turns.now, self._env.keeps_scene, self._failures, self._is_known = 0, False, 0, True
 
 
 def resets_of(env: Env, reset: str, patience: int | None) -> KeptScene | None:

@@ -37,6 +37,7 @@ FRAME_BYTES = 128  # more than a frame has on the wire beside its data; heartbea
 ACKED, RECEIVED = slice(120, 128), slice(128, 136)  # tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info
 ADMITTED = "Admitted"  # the property of a message that says when its connection was let in
 LIBC = ctypes.CDLL(None)
+MAY_TRIM = hasattr(LIBC, "malloc_trim") and "torch" not in sys.modules  # beside torch it takes 15 ms and more
 EVENTS = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -88,7 +89,7 @@ class Connections:
         if clock.monotonic() > self._looked + LOOK_S:
             self._looked = clock.monotonic()
             self._look()
-            if self._passed > TRIM_BYTES and hasattr(LIBC, "malloc_trim"):
+            if self._passed > TRIM_BYTES and MAY_TRIM:
                 self._passed = 0
                 LIBC.malloc_trim(0)
 

@@ -16,7 +16,7 @@ from serl_client.connection import received
 from serl_launcher.service.access import AccessControl
 from serl_launcher.service.router import Router
 
-FRAMES = 15_000  # of one key (without keys: of one connection) that wait, or came within this second: 5,000 messages
+FRAMES = 30_000  # of one key (without keys: of one connection) that wait, or came within this second: 10,000 messages
 TAKEN = 256  # messages that are taken out of the socket before the next one is handled: one of each connection
 TAKING_S = 0.002  # of it
 

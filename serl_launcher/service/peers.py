@@ -1,6 +1,5 @@
 """Describes a connected client of the server, and what its role may send."""
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -81,10 +80,6 @@ class Peer:
     report: Mapping[str, Any] = field(default_factory=dict)
     cost: int = 0  # of the report
     updated: m.StateUpdate | None = None
-    made: int = 0  # steps of its session, and since when; `allowed`: how many it was told that it may make
-    moved: float = -math.inf
-    allowed: int = 0
-    stands: bool = False  # it has not used what it was allowed
 
     def __post_init__(self) -> None:
         self.named = frozenset(session for session, _ in self.hello.earlier)

@@ -112,8 +112,8 @@ class StateUpdates:
     def step_limit(self, peer: Peer) -> int | None:
         """How many steps this peer's session may have made in all; None: no limit.
 
-        What is left, less what other actors may have made of theirs and not delivered yet, is shared by those that have
-        nothing. What an actor has not used in UPDATE_S is free again, and it gets one step until it goes on.
+        Each paced actor may make an equal share of what is left, and one at least: so together they may run ahead of it
+        by less than what was left, and nobody waits for one that stands still.
         """
         store = self._keeper.store
         if store is None or not peer.hello.paced:
@@ -127,17 +127,9 @@ class StateUpdates:
         made = store.sessions[peer.hello.session].steps
         if directive != number or steps is None:
             return made  # the learner has not said yet how far we may go
-        now = clock.monotonic()
-        if made != peer.made:
-            peer.made, peer.moved, peer.stands = made, now, False
-        elif now >= peer.moved + UPDATE_S:
-            peer.allowed, peer.moved, peer.stands = made, now, peer.allowed > made
-        held = [max(0, other.allowed - other.made) for other in self._peers.values() if other.hello.paced]
-        own = max(0, peer.allowed - made)
-        left = max(0, steps - store.phase_steps.get(store.directives[number]["phase"], 0) - sum(held) + own)
-        share = -(-left // max(1, held.count(0) + (own > 0)))
-        peer.allowed = max(peer.allowed, made + (min(1, share) if peer.stands else share))
-        return peer.allowed
+        left = max(0, steps - store.phase_steps.get(store.directives[number]["phase"], 0))
+        paced = sum(other.hello.paced for other in self._peers.values())
+        return made + -(-left // max(1, paced))
 
     def forget(self, now: float) -> None:
         """Forget the clients that have been silent for MISSING_S."""

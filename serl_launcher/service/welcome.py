@@ -128,6 +128,11 @@ class Welcomes:
         if self._keeper.store is None:
             self._keeper.make(spec)
         store = self._keeper.ready
+        if not hello.paced and spec.images != store.spec.images and not store.spec.difference(spec.as_in(store.spec)):
+            raise Refused(
+                "a simulated robot began this run, and nothing of it reads images that this real one has: begin "
+                "another run with unread_images=true, or with this robot first"
+            )
         if difference := store.spec.difference(spec):
             raise Refused(
                 f"this run is of another robot or task (the run, yours): {difference}. Start the learner with another "

@@ -16,7 +16,8 @@ EARLY_S = 10.0  # seconds of a phase in which nothing is said yet: rates are not
 
 def rate_of(run_dir: Path) -> float | None:
     """Return the updates per second that a run made, the median of its metrics; None if it made none."""
-    rates = [record["rate"] for record in read(run_dir / "metrics.jsonl") if record.get("kind") == "update"]
+    updates = (record for record in read(run_dir / "metrics.jsonl") if record.get("kind") == "update")
+    rates = [record["rate"] for record in updates if "rate" in record]  # the first one of a start has none
     return statistics.median(rates) if rates else None
 
 

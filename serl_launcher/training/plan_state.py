@@ -88,6 +88,7 @@ class PlanState:
         self.ended: dict[str, dict[str, Any]] = {}  # the state_dict of each phase that has ended, as it stood then
         self._dropped = 0.0  # updates that the learner was too slow for, in the phases that have ended
         self._command: tuple[str, str] | None = None
+        self._paused: RateLimiter | None = None  # of the phase that stands still for its evaluation
         self._enter(next(iter(plan.phases)), progress or Progress())
 
     @property
@@ -195,11 +196,15 @@ class PlanState:
         if not reason:
             if self._is_evaluation_due(phase, progress):
                 self._leave(name, progress)
+                self._paused = self.bucket
                 self._enter(name, progress, evaluates=True)
             return []
         log.info("phase %s ends after %d updates: %s", phase.name, self.at.updates, reason)
         if self.at.evaluates and command in ("", "next"):
+            bucket, self._dropped = self._paused, self.dropped
             self._stand(self._left(self.ended.pop(name), progress), progress)
+            if bucket:  # not after a restart
+                self.bucket, self._dropped = bucket, self._dropped - bucket.dropped
             return []
         if not self.at.evaluates:
             self._leave(name, progress)

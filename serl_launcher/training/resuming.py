@@ -46,12 +46,13 @@ def check_resumable(folder: Path, config: DictConfig, plan: Plan) -> bool:
     Raises ConfigError if it was made with another algorithm, or if the phase that it stands in was edited. What does
     not read is left to the trainer, which looks for the newest whole one.
     """
+    plan = plan.only(config.phase)
     for path in reversed(checkpoints(folder)):
         with suppress(*DAMAGE):
             manifest = json.loads((path / MANIFEST).read_text())
             fits, _ = check_fit(path, manifest, kept_settings(config), lambda: free_settings(config))
-            at, phases = manifest.get("plan"), plan.only(config.phase).outline
-            if at and fits and at["phases"] == phases:
+            at = manifest.get("plan")
+            if at and fits and at["phases"] == plan.outline:
                 check_edits(plan, at["phase"], at["said"], accept=config.accept_plan)
             return fits
     return False

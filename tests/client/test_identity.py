@@ -20,21 +20,24 @@ def test_a_name_that_nobody_gave_is_kept_by_the_folder_for_whoever_is_free_to_ta
     """A container has another host name at each start."""
     for name in ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("socket.gethostname", lambda: "second")
+    first, second = "0" * 12, "1" * 12  # as a container's host is named
+    monkeypatch.setattr("socket.gethostname", lambda: second)
     for damaged in ("", "../../elsewhere", "\n"):
         (tmp_path / ".name").write_text(damaged)
-        assert named("auto", None, tmp_path) == "second"
+        assert named("auto", None, tmp_path) == second
     (tmp_path / ".name").unlink()
-    keep_name("first", tmp_path)
-    keep_name("other", tmp_path)
-    assert named("auto", None, tmp_path) == "first"
-    with closing(Outbox(tmp_path / "first/0/outbox", 1)):
-        assert named("auto", None, tmp_path) == "second", "somebody has that outbox"
+    for name in ("robot-pc", first, second):
+        keep_name(name, tmp_path)
+    assert named("auto", None, tmp_path) == first
+    with closing(Outbox(tmp_path / first / "0/outbox", 1)):
+        assert named("auto", None, tmp_path) == second, "somebody has that outbox"
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    assert named("auto", None, tmp_path) == "second-3"
+    assert named("auto", None, tmp_path) == f"{second}-3"
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
-    (tmp_path / "second").mkdir()
-    assert named("auto", None, tmp_path) == "second", "it was here before"
+    (tmp_path / second).mkdir()
+    assert named("auto", None, tmp_path) == second, "it was here before"
+    monkeypatch.setattr("socket.gethostname", lambda: "robot-pc")
+    assert named("auto", None, tmp_path) == "robot-pc", "a machine keeps its own name"
 
 
 @pytest.mark.slow

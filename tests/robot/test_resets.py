@@ -1,14 +1,16 @@
 """Resets without a person: waypoints, and two tasks of which each begins where the other ends."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from serl_client.errors import ConfigError, RobotFault
 from serl_client.status import ActorStatus
 
-from robot_infra.resets import resets_of
+from robot_infra.resets import KeptScene, resets_of
 from robot_infra.tasks.gym import GymEnv
 from robot_infra.tasks.sim_arm import REACH, SIDE
-from robot_infra.turns import TASK
+from robot_infra.turns import TASK, Turns
 from tests.shared.actors import FakeClient, Keys, run
 from tests.shared.robots import build, from_yaml
 
@@ -126,6 +128,19 @@ def test_failures_in_succession_are_a_reason_too_where_a_patience_is_said():
     assert (len(env.scenes), status.hand_resets) == (3, 2)
 
 
+def test_a_verdict_after_the_end_changes_whose_turn_it_is_and_what_has_failed():
+    env = SimpleNamespace(turns=Turns((LEFT, RIGHT)), keeps_scene=False, trouble="", clock="real")
+    scene = KeptScene(env, patience=2)
+    assert "nobody has said since this start" in scene.trouble
+    scene.set_up()
+    for ended, corrected, text in ((None, True, RIGHT), (True, False, RIGHT), (None, None, RIGHT)):
+        assert not scene.trouble
+        scene.ended(ended)
+        scene.corrected(corrected)
+        assert env.turns.text == text
+    assert scene.trouble.startswith("2 episodes")
+
+
 class Scene:
     """A Resets whose scene needs a hand once `needs` episodes have ended."""
 
@@ -138,6 +153,9 @@ class Scene:
 
     def ended(self, success):
         self.heard.append(success)
+
+    def corrected(self, success):
+        self.heard[-1] = success
 
     def set_up(self):
         self.set_ups += 1
@@ -154,6 +172,14 @@ def test_on_a_real_clock_a_person_is_asked_and_their_minutes_are_counted(clock):
     assert asked == "the cup lies on the floor. Set up the scene for the first task, then press r"
     assert (scene.heard, scene.set_ups, status.hand_resets, status.waiting_s) == ([False, False], 1, 1, 0)
     assert status.reset_s == pytest.approx(400 - 101, abs=2)
+
+
+def test_what_a_person_says_on_the_way_home_reaches_what_brings_the_scene_back():
+    env, scene = build(max_steps=5, clock="real"), Scene(needs=1)
+    client, keys = FakeClient(env.spec), Keys({})
+    keys.poll = lambda: ["success"] * (scene.heard == [False]) + ["ready"] * (scene.heard == [True])
+    run(env, client, episodes=2, operator=keys, reset="other_task", resets=scene)
+    assert (scene.heard[0], scene.set_ups) == (True, 1)
 
 
 def test_where_nobody_can_be_asked_the_actor_ends_with_the_reason(clock):

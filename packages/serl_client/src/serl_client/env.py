@@ -96,5 +96,8 @@ class Resets(Protocol):
     def ended(self, success: bool | None) -> None:
         """Take note that an episode has ended: it decides on the task of the next one."""
 
+    def corrected(self, success: bool | None) -> None:
+        """Take note that a person has judged the latest episode after its end."""
+
     def set_up(self) -> None:
         """Take note that a person has set up the scene. A simulation does it itself, on the next way home."""

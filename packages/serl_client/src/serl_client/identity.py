@@ -1,12 +1,13 @@
 """Says by which name an actor goes, and which outboxes beside its own hold records that nobody delivers.
 
-A name that nobody gave is kept beside the actors' folders, so that a container finds its outbox again: its host has
-another name at each start.
+A container that nobody gave a name keeps its first one beside the actors' folders, so that it finds its outbox again:
+its host has another name at each start.
 """
 
 import os
 import re
 import socket
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from serl_client.lockfile import holder
 MACHINE_ID = Path("/etc/machine-id")
 UNNAMED = "auto"  # the name in base.yaml of an actor that was given none
 IMPORTED = "dataset-"  # begins the name of a learner's importer, which delivers its own records
+CONTAINER = re.compile("[0-9a-f]{12}")  # the host's name in a container that was given none
+OPERATOR = "operator"  # the folder of tools/label.py, which delivers its own records, too
 KEPT = ".name"  # file in the folder of the actors' folders
 
 
@@ -30,26 +33,30 @@ def named(name: str, key: Key | None, actors: Path) -> str:
     if key:
         return key.name
     own, kept = machine(), ""
+    if not CONTAINER.fullmatch(own):
+        return own
     with suppress(OSError, ValueError):
         kept = (actors / KEPT).read_text()
     is_free = NAME.fullmatch(kept) and not any(holder(path) for path in _outboxes(actors / kept))
-    return kept if is_free and not _numbers() and not (actors / own).exists() else own
+    return kept if is_free and not (actors / own).exists() else own
 
 
 def keep_name(name: str, actors: Path) -> None:
-    """Keep an actor's name for its next start without one, unless one is kept. Raises OSError."""
-    if not _numbers() and not (actors / KEPT).exists():
-        (actors / KEPT).write_text(name)
+    """Keep a container's name for its next start without one, unless one is kept, or the disk fails."""
+    if CONTAINER.fullmatch(name) and not (actors / KEPT).exists():
+        with suppress(OSError):
+            (actors / f"{KEPT}.new").write_text(name)
+            (actors / f"{KEPT}.new").rename(actors / KEPT)
 
 
-def undelivered(name: str, actors: Path) -> dict[str, int]:
-    """Return {name: bytes} of the actors of other names whose outbox holds records, and that no process has open."""
+def undelivered(names: Collection[str], actors: Path) -> dict[str, int]:
+    """Return {name: bytes} of other actors than these whose outbox holds records, and that no process has open."""
     found = {}
     for outbox in _outboxes(actors):
         other = str(outbox.parent.relative_to(actors))
         with suppress(OSError):
             size = sum(file.stat().st_size for file in outbox.glob("*.records"))
-            if size and other != name and not other.startswith((f"{name}/", IMPORTED)) and not holder(outbox):
+            if size and other not in {*names, OPERATOR} and not other.startswith(IMPORTED) and not holder(outbox):
                 found[other] = size
     return found
 

@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import IO
 
 from serl_client.errors import ConfigError
 
+LOOKS = 5  # at a lock that is taken, before it counts as taken
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK  # the last, because a pipe would block
 STRANGE = {errno.ELOOP: "it is a link", errno.EISDIR: "it is a folder", errno.ENXIO: "it is a socket",
            errno.EACCES: "it belongs to somebody else"}  # fmt: skip
@@ -47,12 +49,14 @@ def lock_folder(folder: Path, taken: Callable[[str], str]) -> IO[str]:
     ran there before. Raises ConfigError as `open_lock` does, and if another process has the folder.
     """
     file = open_lock(folder)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        with file:
-            raise ConfigError(taken(file.read().strip() or "unknown")) from None
-    return file
+    for look in range(LOOKS):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:  # by an owner, or for a moment by `holder`
+            time.sleep(0.01 * (look < LOOKS - 1))
+    with file:
+        raise ConfigError(taken(file.read().strip() or "unknown"))
 
 
 def holder(folder: Path) -> str:

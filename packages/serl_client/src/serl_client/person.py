@@ -87,10 +87,12 @@ class Person:
         """Count an episode of the policy for the console."""
         self._successes.add(episode, success, assisted=assisted)
 
-    def judge_latest(self) -> None:
-        """Between two episodes, push a verdict as that of the latest one."""
+    def judge_latest(self) -> str:
+        """Between two episodes, push a verdict as that of the latest one, and return it; empty: there is none."""
+        verdict = self.verdict if self._latest else ""
         if self._latest:
             self.pronounce(self._latest, None)
         if self.verdict:
             self._successes.correct(self._latest, VERDICTS[self.verdict])
         self.verdict = ""
+        return verdict

@@ -145,22 +145,25 @@ class Unanswered:
         self._since = 0.0
 
     @property
-    def seconds(self) -> float:
-        """Return since when, in seconds; 0.0: there was an answer, or none is waited for any more."""
+    def seconds(self) -> float | None:
+        """Return since when, in seconds; 0.0: there was an answer. None: none is waited for any more."""
         now = clock.monotonic()
-        return now - self._since if self._since and now <= self._latest + UNASKED else 0.0
+        if self._since and now > self._latest + UNASKED:
+            return None
+        return now - self._since if self._since else 0.0
 
 
 class Lookout:
     """Logs why what should answer has been silent for SILENCE, and logs when it answers; a context manager.
 
-    what: should answer, such as `the learner`. silence: returns for how many seconds it does not; 0.0 while it does.
+    what: should answer, such as `the learner`. silence: returns for how many seconds it does not; 0.0 while it does;
+        None while nobody asks.
     find: looks for the reason. A thread of its own calls it, because a look may take seconds.
     refusal: returns why it refuses this client, which the client has told already.
     """
 
     def __init__(
-        self, what: str, silence: Callable[[], float], find: Callable[[], Look], *,
+        self, what: str, silence: Callable[[], float | None], find: Callable[[], Look], *,
         refusal: Callable[[], str] = lambda: "",
     ) -> None:  # fmt: skip
         self._what, self._silence, self._find, self._refusal = what, silence, find, refusal
@@ -189,7 +192,10 @@ class Lookout:
 
     def watch(self) -> None:
         """Look once if there was silence for long enough, and log what is new."""
-        if not (silence := self._silence()):
+        if (silence := self._silence()) is None:
+            self.told, self._looked = "", 0.0
+            return
+        if not silence:
             if self.told:
                 log.info("%s answers%s", self._what, " again" * self._was_there)
             self._was_there, self.told, self._looked = True, "", 0.0

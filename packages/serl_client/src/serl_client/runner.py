@@ -121,7 +121,7 @@ class _Actor:
             raise fault
         self._faults.add(fault)
         cure = "The robot holds. Look at it, then press r: it goes home and on"
-        self._status.warn(f"{fault.kind}: {fault}. {cure if self._is_real else 'The environment is made again'}")
+        self._status.warn(f"{fault.kind}: {fault}. {cure if self._is_real else 'It goes on with another episode'}")
         self._way.begin_waiting()
         self._person.ask()
 
@@ -129,11 +129,10 @@ class _Actor:
         """Clear the fault; a real robot holds until a person says ready."""
         if self._is_real and not self._person.is_ready:
             self._way.wait_as("FAULT")
-            return
-        if self._is_real:
-            self._way.end_waiting()
+            return self._way.count_waiting()
         self._env.recover()
         self._faults.is_open = False
+        return self._status.calm() if self._is_real else None
 
     def _next_mode(self) -> str:
         """Apply the newest directive between two episodes; return its mode, or idle while no episode may begin."""
@@ -146,7 +145,7 @@ class _Actor:
         is_wild = self._is_real and policy != "trained"
         able = mode in MODES and policy in self._policies and not is_wild
         able &= mode != "teleop" or self._env.has_operator
-        if is_new and mode != "stop":
+        if is_new and mode != "stop" and not self._faults.is_open:
             status.calm()
         if is_new and not able and mode not in ("idle", "stop"):
             asked = "random actions on a real clock" if is_wild else mode

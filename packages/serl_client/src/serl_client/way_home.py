@@ -7,7 +7,7 @@ import serl_client.clock as clock
 from serl_client.client import TrainerClient
 from serl_client.env import Env, Resets
 from serl_client.errors import RobotFault
-from serl_client.person import Person
+from serl_client.person import VERDICTS, Person
 from serl_client.status import ActorStatus
 
 NAP = 0.05  # seconds between two looks at the operator; a message of the learner ends the wait early
@@ -41,7 +41,8 @@ class WayHome:
         if not self._arrives(seed, directive):
             return False
         while self._resets and (trouble := self._resets.trouble):
-            if not self._set_up(trouble, self._resets, directive) or not self._arrives(seed, directive):
+            goes_on = not self.is_over(directive) and self._set_up(trouble, self._resets, directive)
+            if not goes_on or not self._arrives(seed, directive):
                 return False
         waits = directive["mode"] == "teleop" and self._person.demonstrates and not self._asks
         return not waits or self._agreed(BEGIN, directive)
@@ -70,6 +71,7 @@ class WayHome:
                 raise RobotFault(trouble, "scene")
             if not self._agreed(RESET, directive):
                 return False
+            self._status.calm()
         self._status.hand_resets += 1
         resets.set_up()
         return True
@@ -85,7 +87,9 @@ class WayHome:
             if holds:
                 self._env.stop()
         self.nap(seconds)
-        self._person.judge_latest()
+        verdict = self._person.judge_latest()
+        if verdict and self._resets:
+            self._resets.corrected(VERDICTS[verdict])
 
     def nap(self, seconds: float = NAP) -> None:
         self._client.wait(seconds)
@@ -102,18 +106,20 @@ class WayHome:
             if begins:
                 self._env.look()  # so that devices that the robot sees are read anew, and as a sign of life
             self.wait_as("PAUSED" if person.is_paused else why, holds=not begins)
+            self.count_waiting(why)
             if person.is_paused:
                 person.ask()  # what was said and moved in the pause begins nothing after it
-        self.end_waiting(why)
         return True
 
     def begin_waiting(self) -> None:
         """Note that from now on the robot waits for a person."""
         self._waits_since = clock.monotonic()
 
-    def end_waiting(self, why: str = "") -> None:
-        """Count the seconds that they took. why: RESET: to set up the scene."""
-        seconds = clock.monotonic() - self._waits_since
+    def count_waiting(self, why: str = "") -> None:
+        """Count the seconds since the last call for which a person took their time, without pauses. why: RESET: to set
+        up the scene."""
+        before, self._waits_since = self._waits_since, clock.monotonic()
+        seconds = 0.0 if self._person.is_paused else self._waits_since - before
         if why == RESET:
             self._status.reset_s += seconds
         else:
