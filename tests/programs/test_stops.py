@@ -67,6 +67,8 @@ def test_a_run_that_is_stopped_often_loses_no_update_keeps_its_ratio_and_says_no
             stop(programs, actor, drawn.choice([signal.SIGINT, signal.SIGTERM]))
             actor = programs.start("actor", *words)
         learner = programs.start("learner", *words)
+    at = programs.facts().practised
+    programs.until(lambda: programs.facts().practised > at)  # the last one is there
     programs.order("next")
     assert [programs.status(process) for process in (learner, actor)] == [0, 0]
     said = programs.said()
