@@ -51,7 +51,7 @@ def test_what_no_honest_actor_says_is_refused_with_both_words_and_nothing_of_it_
         server.direct(body)
     actor.push(0, make_segment("e0"), forged)
     assert re.search(says, actor.refused())
-    (found,) = server.episodes().values()
+    (found,) = until(server.episodes).values()  # what came before it is committed with its group
     assert (found["phase"], found["steps"], found["discard"]) == ("practise", 4, False)
 
 
