@@ -129,9 +129,10 @@ class Welcomes:
             self._keeper.make(spec)
         store = self._keeper.ready
         if not hello.paced and spec.images != store.spec.images and not store.spec.difference(spec.as_in(store.spec)):
+            more = ", ".join(sorted(set(spec.images) - set(store.spec.images)))
             raise Refused(
-                "a simulated robot began this run, and nothing of it reads images that this real one has: begin "
-                "another run with unread_images=true, or with this robot first"
+                f"this run stores no {more}: it began without, or with a simulated robot, whose images nothing reads. "
+                "Begin another run with this robot, or with unread_images=true"
             )
         if difference := store.spec.difference(spec):
             raise Refused(

@@ -93,6 +93,8 @@ def test_the_two_tasks_and_waypoints_of_that_page_bring_its_robot_home(tmp_path,
     with factory(OmegaConf.create(config), "task.env")() as env:
         env.recover()
         resets = resets_of(env, "other_task", 10)
+        assert "nobody has said" in resets.trouble
+        resets.set_up()
         resets.ended(True)
         assert env.task == said["task"][1]
         env.home(0)
