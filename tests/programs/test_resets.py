@@ -49,5 +49,3 @@ def test_a_forward_and_a_backward_task_practise_without_a_hand(programs, episode
     told = list(read(programs.run_dir / "metrics.jsonl"))
     assert [line["phase"] for line in told if line["kind"] == "person"] == ["demonstrate", "practise", "evaluate"]
     assert {line["task"] for line in told if line["kind"] == "episode"} == {LEFT, RIGHT}
-    if episodes >= 200:
-        assert {episode.task for episode in found if episode.phase == "practise"} == {LEFT, RIGHT}
