@@ -85,7 +85,7 @@ class Run(Programs):
         return composed(CONFIG, ["learner=true", f"run_dir={self.run_dir}", *WORDS])
 
     def reaches(self, phase):
-        self.until(lambda: re.search(rf"directive \d+: {phase} ", self.said()))
+        self.until(lambda: re.search(rf"the actors are told: {phase}\b", self.said()))
 
     def label(self, episode, verdict):
         done = called("label", "--run-dir", self.run_dir, "--port", self.ports[0], episode, verdict)

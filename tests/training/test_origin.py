@@ -114,11 +114,11 @@ RADIANS = with_state(Feature((3,), units="rad"))
     ("last", "new", "spec", "why"),
     [
         (RLPD, RLPD, with_state(Feature((3,)), **{"observation.force": Feature((6,))}),
-         r"another robot.*value, then the checkpoint's: observation\.observation\.force.*: \[6\], None"),
+         r"another robot.*value, then the checkpoint's: observation\.observation\.force: it is there, nothing"),
         (RLPD, RLPD, with_state(Feature((3,), units="deg")), r"units: \['deg', .*\['rad'"),
         (RLPD, (*RLPD, "policy.hidden=[8]"), SPEC, r"another policy.*: algo\.policy\.hidden: \[8\], \[16, 16\]\. Ask"),
         (RLPD, ("algo=sft", *FLOW), SPEC, r": algo\.policy\._target_: \S*ChunkPolicy, \S*GaussianPolicy\. Ask"),
-        (RLPD, ("algo=tdmpc2_tiny",), SPEC, r"another policy.*: algo\._target_: \S*TDMPC2, \S*SAC; "),
+        (RLPD, ("algo=tdmpc2_tiny",), SPEC, r"another policy.*: algo\._target_: \S*TDMPC2, \S*SAC\. Ask"),
         (("algo=recap", *FLOW), ("algo=sft", *FLOW), SPEC, r"has other networks.*size mismatch for network"),
     ],
     ids=["columns", "units", "sizes", "policy", "algorithm", "inputs"],
