@@ -5,6 +5,7 @@ import mmap
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -101,10 +102,11 @@ def send(link: socket.socket, message: Message, *descriptors: int) -> None:
 
 def receive(link: socket.socket) -> tuple[Message | None, list[int]]:
     """Return the next message, None at the end, and the file descriptors that came with it."""
-    try:
-        data, descriptors, _, _ = socket.recv_fds(link, MOST, 1)
-    except ConnectionError:
-        return None, []
+    data, descriptors = b"", list[int]()
+    for _ in range(2):  # ECONNRESET tells once that the other side ended with a question of ours unread: its last
+        with suppress(ConnectionError):  # word comes behind that
+            data, descriptors, _, _ = socket.recv_fds(link, MOST, 1)
+            break
     if not data:
         return None, []
     name, fields = msgpack.unpackb(data)
