@@ -40,6 +40,7 @@ from tests.shared import data  # noqa: E402
 from tests.shared import keys as shared_keys  # noqa: E402
 from tests.shared.clients import connected, directed  # noqa: E402
 from tests.shared.clock import Clock  # noqa: E402
+from tests.shared.common import same_log  # noqa: E402
 from tests.shared.composing import composes_once  # noqa: E402, F401
 from tests.shared.servers import ServerThread  # noqa: E402
 
@@ -166,10 +167,8 @@ def one_thread():
 @pytest.fixture
 def same_loggers():
     """What a run changes of the root logger is taken back."""
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = before, level
+    with same_log():
+        yield
 
 
 class Killer:

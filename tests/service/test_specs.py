@@ -9,7 +9,7 @@ from serl_client.controller import asked
 from serl_client.errors import Refused
 
 from tests.shared.clients import connected
-from tests.shared.common import PATIENCE, STATE
+from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import blank_segment, tiny_spec
 
 
@@ -62,7 +62,7 @@ def test_images_of_a_simulated_robot_that_nothing_reads_are_neither_stored_nor_s
     assert sorted(asked(client.spec, seen, None, None)) == sorted([STATE, *stored])
     server.server.welcomes._unread = None  # a later start says another: the run keeps to what it began with
     again = join(server, "again", spec=spec, paced=paced, told=False)
-    assert connected(again).spec == client.spec
+    until(lambda: connected(again).spec == client.spec)
     assert ("not stored, because nothing of this run reads it" in caplog.text) is (len(stored) < 2)
 
 

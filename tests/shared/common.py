@@ -1,10 +1,11 @@
 """Paths of the repository, waiting for a condition, and ports: what nearly every test file needs."""
 
+import logging
 import os
 import random
 import socket
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,3 +49,14 @@ def free_port() -> int:
             if port not in _given:
                 _given.add(port)
                 return port
+
+
+@contextmanager
+def same_log():
+    """Take back what the programs change of the root logger, for fixtures of a module, too."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:], root.level = before, level

@@ -26,7 +26,7 @@ from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.resuming import origin_of
 
 from . import common
-from .common import CONFIG, PATIENCE, until
+from .common import CONFIG, PATIENCE, same_log, until
 from .servers import ServerThread
 
 SPECIFIED = importlib.util.spec_from_file_location("train", common.TRAIN)
@@ -122,7 +122,7 @@ def start(
     config.ranks, config["from"] = launcher.ranks_of(config), origin_of(config)
     OmegaConf.save(config, launcher.writable(run_dir) / "config.yaml", resolve=True)
     children = ["importer"] * bool(importer.open_datasets(plan_of(config))) + ["trainer"]
-    with serving(config) as (local, port), building_by_turns(), ExitStack() as stack:
+    with same_log(), serving(config) as (local, port), building_by_turns(), ExitStack() as stack:
         actor = OmegaConf.merge(config, {"learner": False, "actor": True, "inference": "local", "port": port})
         jobs = [partial(TRAIN.act, actor)] * acts + ([partial(beside, config, local, port)] if beside else [])
         failed = [stack.enter_context(thread(job, partial(order, port, "stop"))) for job in jobs]
