@@ -9,12 +9,12 @@ from tests.faults import counted
 from tests.faults.whole import KILLED, Whole
 
 SIZES = ["critic.hidden=[32,32]", "policy.hidden=[32,32]"]
-SHORT = ["max_env_steps=300", "baseline_episodes=2", "eval_episodes=2", *SIZES]
+SHORT = ["max_env_steps=800", "baseline_episodes=2", "eval_episodes=2", *SIZES]
 
 
 @pytest.mark.nightly
 def test_a_quickstart_whose_processes_are_killed_goes_on_to_its_end_and_is_counted(tmp_path):
-    run = Whole(tmp_path, 1, (0.5, 1.0), SHORT)
+    run = Whole(tmp_path, 1, (0.0, 0.3), SHORT)
     found = run.play(KILLED)
     assert run.violations == []
     assert found.summary["eval"]["episodes"] == 2
