@@ -191,10 +191,17 @@ def test_what_is_said_while_the_learner_is_away_ends_the_directive_at_once_and_i
 
 
 def test_a_word_that_the_learner_refuses_ends_nothing(learner, connect):
-    learner._command = lambda identity, command: m.Failed("Forbidden", "not with this key", request=command.request)
+    may_answer = threading.Event()
+
+    def refused(_, command):
+        may_answer.wait(PATIENCE)
+        return m.Failed("Forbidden", "not with this key", request=command.request)
+
+    learner._command = refused
     client = connect()
     client.command("next")
     assert client.over == "next"
+    may_answer.set()
     until(lambda: not client.over)
 
 
