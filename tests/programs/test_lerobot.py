@@ -9,7 +9,7 @@ import pytest
 
 from robot_infra.sim.feetech import ENDS, FeetechBus
 from serl_launcher.store.layout import INTERVENED
-from tests.programs.people import Person
+from tests.programs.people import FAULT, Person
 from tests.shared import oracle
 from tests.shared.plugins import publish
 
@@ -92,7 +92,8 @@ def test_an_so101_is_demonstrated_with_and_practised_with_by_words_alone(person,
     assert np.ptp(shoulder) > 0.4 * (ENDS[0][1] - ENDS[0][0]), "it followed the leader"
     step = 100 / 40 * 4095 / 360 + 1  # set points at 40 Hz, 100 degrees a second
     assert np.abs(np.diff(shoulder)).max() <= step, "no set point is faster than the limit"
-    assert [(servo.has_torque, servo.releases) for servo in follower.servos.values()] == [(True, 0)] * 6
+    faults = person.said().count(FAULT)  # a busy machine hears a bus too late; an arm connected anew is off once
+    assert all(servo.has_torque and servo.releases <= faults for servo in follower.servos.values())
 
 
 def test_plugins_that_nobody_knew_are_found_driven_recorded_and_practised_with(person):
