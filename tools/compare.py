@@ -11,15 +11,15 @@ the mean of their differences. With several runs, expect one of twenty compariso
 import argparse
 import json
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from serl_client.errors import ConfigError
 
 from serl_launcher.error_log import in_one_sentence
-from serl_launcher.training.report import Z_95, read
+from serl_launcher.training.report import read
+from serl_launcher.training.tallies import Z_95, mean_interval
 
 FILES = ("evaluation.json", "summary.json")
 
@@ -89,13 +89,6 @@ def mcnemar(gained: int, lost: int) -> float:
     differing = gained + lost
     tail = sum(math.comb(differing, k) for k in range(min(gained, lost) + 1)) / 2**differing
     return min(1.0, 2 * tail)
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of values and its 95 % interval by the normal distribution; the mean alone thrice for one."""
-    mean = statistics.fmean(values)
-    half = Z_95 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return mean, mean - half, mean + half
 
 
 def said(found: Mapping[str, Any]) -> str:
