@@ -8,7 +8,7 @@ from serl_launcher.report.elements import Markup, element, number
 from serl_launcher.training.tallies import Point
 
 WIDTH, HEIGHT = 360, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 10, 30  # margins, in which the numbers stand
+LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 30  # margins, in which the numbers stand
 
 
 class Line(NamedTuple):
@@ -72,9 +72,9 @@ def _axes(
     low: float, high: float, right: float, place: Callable[[float, float], str], x: str, *, share: bool
 ) -> Iterator[Markup]:
     for value in (low, (low + high) / 2, high):
-        across, down = place(0, value).split(",")
+        down = place(0, value).partition(",")[2]
         yield element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=down, y2=down, class_="grid")
-        label = f"{value:.0%}" if share else number(float(f"{value:.3g}"))
+        label = f"{value:.0%}" if share else number(float(f"{value:.2g}"))
         yield element("text", label, x=LEFT - 6, y=float(down) + 4, text_anchor="end")
     yield element("text", "0", x=LEFT, y=HEIGHT - BOTTOM + 18)
     yield element("text", f"{right:,.0f} {x}", x=WIDTH - RIGHT, y=HEIGHT - BOTTOM + 18, text_anchor="end")

@@ -74,7 +74,7 @@ def _sections(facts: Facts, others: Sequence[Facts]) -> Iterator[Markup]:
     yield _section("Plan", _phases(facts))
     yield _section("Episodes", _cards(episodes_shown(facts), "The store holds no finished episode."))
     yield _section("Training", _cards(_losses(facts), "No update was made."))
-    yield _section("Data and disk", _sources(facts), _disk(facts))
+    yield _section("Data and disk", element("div", _sources(facts), _disk(facts), class_="beside"))
     yield _section("What this run is", *_identity(facts))
 
 
@@ -130,7 +130,8 @@ def _curves(facts: Facts) -> list[Markup | None]:
     return [
         chart("Unassisted success", f"Share of successes without help, of the last {RECENT} episodes.",
               [Line(curves.success, "success")], x=steps, share=True),
-        chart("Return", f"Mean sum of rewards of the last {RECENT} episodes.", [Line(curves.returns, "return")], x=steps),
+        chart("Return", f"Mean sum of rewards of the last {RECENT} episodes.",
+              [Line(curves.returns, "return")], x=steps),
         chart("Interventions", f"Share of steps that a person drove, of the last {RECENT} episodes.",
               [Line(curves.interventions, "person")], x=steps, share=True),
     ]  # fmt: skip
@@ -180,7 +181,8 @@ def _starts(evaluations: Sequence[Evaluated]) -> Iterator[Markup]:
 
 def _phases(facts: Facts) -> Markup:
     columns = ["phase", "state", "actors|What the robots do in it.", "steps", "episodes",
-               f"success|Unassisted, of its last {RECENT} episodes.", "assisted", "ends when|Any of these ends it."]  # fmt: skip
+               f"success|Unassisted, of its last {RECENT} episodes.", "assisted",
+               "ends when|Any of these ends it."]  # fmt: skip
     return table(columns, (
         [each.name, each.state, each.mode, f"{each.env_steps:,}", f"{each.episodes:,}", str(each.recent.alone),
          str(each.recent.assisted), " or ".join(each.until)] for each in facts.phases
@@ -266,7 +268,8 @@ def _paired(found: dict) -> str:
     if "p" in found:
         less, more = found["interval"]
         said += (
-            f"{found['lost']} succeeded here alone, {found['gained']} in the other alone (McNemar: p = {found['p']:.3f}). "
+            f"{found['lost']} succeeded here alone, {found['gained']} in the other alone "
+            f"(McNemar: p = {found['p']:.3f}). "
             f"The other succeeds {found['difference']:+.0%} ({less:+.0%} to {more:+.0%}) more often. "
         )
     return said + f"Its return differs by {number(mean)} ({number(low)} to {number(high)})."
