@@ -5,7 +5,7 @@ The notes are comments, so whoever reads the config does not see them.
 
 import platform
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -70,8 +70,14 @@ def differing(config: DictConfig, folder: Path, words: Sequence[str]) -> list[tu
     now, default = (dict(_leaves(OmegaConf.to_container(each, resolve=True))) for each in (config, plain))
     return [
         (name, str(now.get(name, "-")), str(default.get(name, "-"))) for name in {**default, **now}
-        if now.get(name) != default.get(name) and name.partition(".")[0] not in OWN
+        if now.get(name) != default.get(name) and name.partition(".")[0] not in OWN and not _is_copy(name, now)
     ]  # fmt: skip
+
+
+def _is_copy(name: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether a part of the algorithm, such as algo.policy.hidden, has its value from what is told anyway."""
+    own = name.removeprefix("algo.")
+    return name.endswith("._partial_") or (own != name and settings.get(own, ...) == settings.get(name))
 
 
 def _leaves(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:

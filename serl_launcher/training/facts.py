@@ -166,7 +166,8 @@ class RunReader:
         directive = _newest(stored.directives)
         is_current = bool(summary) and summary.get("weights_sha256") == stored.weights.get("sha256")
         newest = next((record for record in reversed(records) if record.get("kind") == "update"), {})
-        told = {name: max((_number(r, name) for r in records), default=0.0) for name in ("updates", "wall_s")}
+        of = [summary] if is_current else [summary, *records]
+        told = {name: max(_number(each, name) for each in of) for name in ("updates", "wall_s")}
         people = [record for record in records if record.get("kind") == "person"]
         disk, free = disk_of(run_dir)
         return Facts(
@@ -175,8 +176,7 @@ class RunReader:
             phases=_phases(config, stored, directive, warnings),
             env_steps=sum(episode.steps for episode in trained), episodes=len(finished),
             assisted=sum(0 < episode.intervened < episode.steps for episode in finished),
-            updates=int(max(told["updates"], _number(summary, "updates"))),
-            wall_s=max(told["wall_s"], _number(summary, "wall_s")),
+            updates=int(told["updates"]), wall_s=told["wall_s"],
             evaluations=evaluations(summary) if is_current else _evaluations_of(stored),
             recent=tally((practice or finished)[-RECENT:]), newest=_losses(newest), updates_per_s=newest.get("rate"),
             weights=stored.weights, weights_age_s=_age(run_dir, stored.weights), control=_control(run_dir, stored),
@@ -243,7 +243,7 @@ def _state(run_dir: Path, directive: Mapping[str, Any]) -> str:
 def _phases(
     config: DictConfig, stored: _Stored, directive: Mapping[str, Any], warnings: list[str]
 ) -> list[PhaseFacts]:  # fmt: skip
-    if not config:
+    if "plan" not in config:  # no learner was ever started here
         return []
     try:
         planned = plan_of(config).only(config.phase).phases

@@ -73,7 +73,7 @@ def write(
 
 def show(summary: Mapping[str, Any], *, evaluated: bool) -> None:
     """Print the table. evaluated: whether this plan has evaluated; if not, print only steps, updates and time."""
-    Console().print(table(summary) if evaluated else _took(summary))
+    Console().print(table(summary) if evaluated else took(summary))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def read(path: Path) -> dict[str, Any]:
 def table(summary: Mapping[str, Any]) -> Table:
     """Return the summary as a table: one line per evaluation; below it steps, updates and time."""
     columns = ("evaluated", "success", "95 % interval", "mean return", "distinct starts")
-    lines = Table(*columns, caption=_took(summary))
+    lines = Table(*columns, caption=took(summary))
     for each in evaluations(summary):
         interval = "{:.0%} to {:.0%}".format(*each.success.interval) if each.success.episodes else "-"
         mean = "-" if each.return_mean is None else f"{each.return_mean:.2f}"
@@ -108,14 +108,14 @@ def evaluations(summary: Mapping[str, Any]) -> list[Evaluated]:
     named = [("before training", summary.get("before")), *during, ("after training", summary.get("eval"))]
     return [
         Evaluated(
-            name, 0 if name == "before training" else result.get("updates"),
-            share_of(result),
-            result["episodes"], result["distinct_starts"], result["return_mean"], result.get("trials") or (),
+            name, 0 if name == "before training" else result.get("updates"), share_of(result), result["episodes"],
+            result["distinct_starts"], result["return_mean"], result.get("trials") or (),
         ) for name, result in named if result
     ]  # fmt: skip
 
 
-def _took(summary: Mapping[str, Any]) -> str:
+def took(summary: Mapping[str, Any]) -> str:
+    """Return the steps, episodes, updates and seconds of a summary, or of Facts, for a person."""
     return (
         f"{summary['env_steps']:,} environment steps, {summary['episodes']:,} episodes ({summary['assisted']:,} "
         f"assisted), {summary['updates']:,} updates, {summary['wall_s']:,.0f} s"
