@@ -74,7 +74,7 @@ def _axes(
     for value in (low, (low + high) / 2, high):
         down = place(0, value).partition(",")[2]
         yield element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=down, y2=down, class_="grid")
-        label = f"{value:.0%}" if share else number(float(f"{value:.2g}"))
+        label = f"{value:.0%}" if share else number(float(f"{value:.3g}"))
         yield element("text", label, x=LEFT - 6, y=float(down) + 4, text_anchor="end")
     yield element("text", "0", x=LEFT, y=HEIGHT - BOTTOM + 18)
     yield element("text", f"{right:,.0f} {x}", x=WIDTH - RIGHT, y=HEIGHT - BOTTOM + 18, text_anchor="end")
