@@ -65,7 +65,8 @@ def differing(config: DictConfig, folder: Path, words: Sequence[str]) -> list[tu
     folder: config/. words: of the command. Raises ConfigError if these yamls are others now.
     """
     names = groups(folder)
-    chosen = {word.partition("=")[0]: word for word in [*config.remembered, *words] if word.partition("=")[0] in names}
+    said = {word.partition("=")[0]: word for word in [*(config.get("remembered") or ()), *words]}
+    chosen = {group: word for group, word in said.items() if group in names}
     plain = composed(folder, [*chosen.values(), "run_dir=runs/.none"])
     now, default = (dict(_leaves(OmegaConf.to_container(each, resolve=True))) for each in (config, plain))
     return [

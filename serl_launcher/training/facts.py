@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from serl_client.errors import ConfigError
 from serl_client.lockfile import holder
@@ -31,7 +31,7 @@ from serl_launcher.store.index import Index
 from serl_launcher.store.schema import EpisodeInfo, Source
 from serl_launcher.training import metrics
 from serl_launcher.training.machine import Control, control_of, disk_of, errors_of
-from serl_launcher.training.plan import EVAL
+from serl_launcher.training.plan import EVAL, WITHIN
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.report import Evaluated, evaluations, read
 from serl_launcher.training.tallies import (
@@ -54,7 +54,6 @@ DONE, NOW, TO_COME = "done", "now", "to come"
 NO_LOSS = {"kind", "time", "updates", "rate", "id"}  # what a record of the kind "update" holds besides its metrics
 
 
-# -- facts
 @dataclass(frozen=True, slots=True)
 class PhaseFacts:
     """A phase of the plan. state: `done`, `now` or `to come`. until: conditions, any of which ends it.
@@ -97,8 +96,8 @@ class Facts:
     newest: the latest values of the losses. updates_per_s: of the latest record; None: there is none.
     weights: {version, sha256, size (bytes), update}; empty: none. weights_age_s: seconds since they were published.
     person: minutes, as in summary.json. sources: as the store has them. disk: {part of the folder: bytes}; free_bytes:
-    of its disk. warnings: sentences. all_episodes: those that the index holds, by number, as their operators judged
-    them.
+    of its disk. warnings: sentences. changes: of settings, as in summary.json. all_episodes: those that the index
+    holds, by number, as their operators judged them.
     """
 
     run_dir: Path
@@ -137,7 +136,7 @@ class Facts:
     @property
     def task(self) -> str:
         """The name of the task; empty: no learner was ever started here."""
-        return str((self.config.get("task") or {}).get("name", ""))
+        return str(OmegaConf.select(self.config, "task.name", default=""))
 
 
 class RunReader:
@@ -177,7 +176,7 @@ class RunReader:
             env_steps=sum(episode.steps for episode in trained), episodes=len(finished),
             assisted=sum(0 < episode.intervened < episode.steps for episode in finished),
             updates=int(told["updates"]), wall_s=told["wall_s"],
-            evaluations=evaluations(summary) if is_current else _evaluations_of(stored),
+            evaluations=[*evaluations(summary), *_again(run_dir, summary)] if is_current else _evaluations_of(stored),
             recent=tally((practice or finished)[-RECENT:]), newest=_losses(newest), updates_per_s=newest.get("rate"),
             weights=stored.weights, weights_age_s=_age(run_dir, stored.weights), control=_control(run_dir, stored),
             person=summary.get("person", {}) if is_current else _minutes(people[-1] if people else {}),
@@ -231,7 +230,7 @@ class _Stored:
 
 def _newest(directives: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the newest directive that was for actors."""
-    return next((body for body in reversed(directives.values()) if body.get("mode") != DATASET), {})
+    return next((body for body in reversed([*directives.values()]) if body.get("mode") != DATASET), {})
 
 
 def _state(run_dir: Path, directive: Mapping[str, Any]) -> str:
@@ -251,7 +250,7 @@ def _phases(
         warnings.append(f"the plan cannot be read: {error}")
         return []
     names, is_over = [*planned], directive.get("mode") == "stop"
-    within = str(directive.get("phase", "")).removesuffix(".evaluate")
+    within = str(directive.get("phase", "")).removesuffix(WITHIN)
     place = len(names) if is_over else names.index(within) if within in names else -1
     by_phase: dict[str, list[EpisodeInfo]] = {name: [] for name in names}
     for episode in stored.episodes:
@@ -267,6 +266,14 @@ def _phases(
 
 
 # -- evaluations and curves
+def _again(run_dir: Path, summary: Mapping[str, Any]) -> list[Evaluated]:
+    """Return the evaluation that a plan of its own has made of the weights of this summary."""
+    result = read(run_dir / "evaluation.json").get("eval")
+    if not result or result == summary.get("eval") or result.get("weights_sha256") != summary.get("weights_sha256"):
+        return []
+    return [each._replace(name="evaluated again") for each in evaluations({"eval": result})]
+
+
 def _evaluations_of(stored: _Stored) -> list[Evaluated]:
     """Return the evaluations of a run that has not come to its end, from its store, which knows no starts."""
     said = {number: body for number, body in stored.directives.items() if body.get("mode") == EVALUATE}

@@ -104,6 +104,11 @@ def test_the_numbers_of_facts_and_report_are_those_of_the_summary(finished):
     assert facts.curves.success
     assert facts.curves.losses["critic_loss"]
     assert facts.control.fps == 10
+    again = summary["eval"] | {"success": 0.5}
+    for name, result in (("evaluated again", again), ("after training", summary["eval"])):
+        (finished / "evaluation.json").write_text(json.dumps(summary | {"eval": result}))
+        assert facts_of(finished).evaluations[-1].name == name
+    (finished / "evaluation.json").unlink()
     text = checked(page.write(finished).read_text()).text
     shown = [f"{summary['env_steps']:,}", f"{summary['updates']:,}", str(facts.evaluations[-1].success),
              summary["weights_sha256"], facts.run, "Start by start, after training"]  # fmt: skip
