@@ -26,7 +26,7 @@ from robot_infra.tasks.sim_arm import FPS, guarded
 from serl_launcher.datasets.episodes import open_run
 from serl_launcher.error_log import in_one_sentence
 from serl_launcher.training.plan import EVAL
-from serl_launcher.training.report import read, successes
+from serl_launcher.training.report import read, share_of
 
 CAMERA = {"name": "picture", "pos": [1.15, -0.75, 0.72], "xyaxes": [0.62, 0.78, 0, -0.32, 0.25, 0.91], "fovy": 34}
 SKY = {"name": "sky", "rgb1": [0.93, 0.95, 0.98], "rgb2": [0.62, 0.7, 0.8], "width": 256, "height": 256}
@@ -91,7 +91,7 @@ def evaluations(run: Path) -> tuple[Evaluation, Evaluation]:
         mine = [info for info in evaluated if info.phase == phase]
         won = f"{sum(bool(info.success) for info in mine)} of {len(mine)}"
         if result := summary.get(name):  # it leaves out who came after its last trial
-            won = successes(result)
+            won = str(share_of(result))
         return f"{title}: {won} picked up", [
             readers[EVAL].rows(info) | {"success": bool(info.success)} for info in mine[:STARTS]
         ]

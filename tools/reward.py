@@ -28,7 +28,7 @@ from serl_launcher.algorithms.reward_classifier import STAGE
 from serl_launcher.datasets.episodes import open_run
 from serl_launcher.error_log import in_one_sentence
 from serl_launcher.replay.views import EpisodeInfo, View
-from serl_launcher.training.report import wilson
+from serl_launcher.training.tallies import wilson
 from tools.studies.trained import newest
 
 BINS = 10  # of the calibration curve

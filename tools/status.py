@@ -21,6 +21,8 @@ from serl_client.reach import explained
 
 from serl_launcher.config import address_of
 from serl_launcher.error_log import in_one_sentence
+from serl_launcher.training.facts import facts_of
+from serl_launcher.training.report import took
 
 SILENT_S = 5.0
 KNOWN = ("role", "actor", "seen_s")
@@ -121,8 +123,18 @@ def lying(run_dir: Path) -> str:
     begun = (run_dir / "config.yaml").stat().st_mtime if (run_dir / "config.yaml").exists() else 0.0
     for name in ("evaluation.json", "summary.json"):
         if (run_dir / name).exists() and (run_dir / name).stat().st_mtime >= begun:  # else of an earlier start
-            return f"The run in {run_dir} has ended: see its {name}."
-    return f"No learner runs in {run_dir}: start it again with the same command, it goes on where it was."
+            return f"The run in {run_dir} has ended: see its {name}.{made(run_dir)}"
+    again = "start it again with the same command, it goes on where it was."
+    return f"No learner runs in {run_dir}: {again}{made(run_dir)}"
+
+
+def made(run_dir: Path) -> str:
+    """What the run has come to, as its report tells it; empty before its first episode."""
+    facts = facts_of(run_dir)
+    if not facts.all_episodes:
+        return ""
+    evaluated = f"; {facts.evaluations[-1].name}: {facts.evaluations[-1].success}" if facts.evaluations else ""
+    return f"\nUntil now: {took(vars(facts))}{evaluated}. tools/report.py {run_dir} tells more."
 
 
 if __name__ == "__main__":

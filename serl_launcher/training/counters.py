@@ -13,10 +13,10 @@ from serl_client.spec import Array
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.views import EpisodeInfo
-from serl_launcher.store.directives import DATASET
 from serl_launcher.training.plan import EVAL, LONGEST_WINDOW
 from serl_launcher.training.plan_state import PhaseCounts, Progress, SourceCounts
 from serl_launcher.training.rate_limiter import UNPACED
+from serl_launcher.training.tallies import counts, is_trained_on, succeeded
 
 COUNTED, SUCCEEDED, INTERVENED, JUDGED, TRAINED, ASSISTED = 1, 2, 4, 8, 16, 32
 NUMBER = attrgetter("number")
@@ -156,24 +156,11 @@ class _Sizes(Mapping[str, SourceCounts]):
 
 
 def _flags(episode: EpisodeInfo) -> int:
-    trained = episode.source != EVAL and episode.phase != DATASET
     return (
         COUNTED * counts(episode) | SUCCEEDED * succeeded(episode) | INTERVENED * (episode.intervened > 0)
-        | JUDGED * (episode.success is not None) | TRAINED * trained
+        | JUDGED * (episode.success is not None) | TRAINED * is_trained_on(episode)
         | ASSISTED * (0 < episode.intervened < episode.steps)
     )  # fmt: skip
-
-
-def counts(episode: EpisodeInfo) -> bool:
-    """Return whether an episode is closed and has its final observation. One that a crash cut does not count, nor one
-    that its actor itself discards, because nobody drove its demonstration; an evaluation's counts whatever is said."""
-    is_unattended = episode.discard and episode.judged_by == "judge" and episode.source != EVAL
-    return bool(episode.closed and episode.final and not is_unattended)
-
-
-def succeeded(episode: EpisodeInfo) -> bool:
-    """Return whether an episode is a finished success that the operator did not discard."""
-    return bool(counts(episode) and episode.success and not episode.discard)
 
 
 def evaluation(counters: RunCounters, directives: Collection[int], weights: int, count: int | None) -> dict[str, Any]:

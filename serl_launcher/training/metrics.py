@@ -26,6 +26,7 @@ from serl_launcher.store.files import replaced
 CHOICES = ("auto", "wandb", "wandb-online", "tensorboard", False)
 MISSING = "{0} is not installed (`. examples/install.sh --extra {0}`)"
 POLL_S = 1.0
+BLOCKS, BLOCK = 256, 8192  # what `sample` reads at most: parts, and bytes of each
 FINISH_S = 5.0  # seconds that the end of a run waits for the mirror to write the rest
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,23 @@ class MetricsLog:
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """Yield all whole records of a file, one line after the other; none if there is no file."""
     return (record for record, _ in _news(path, 0))
+
+
+def sample(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file of any size, in order: all of a small one, else those of BLOCKS evenly spaced parts.
+
+    The last part is the file's end. At most BLOCKS * BLOCK bytes are read.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    if size <= BLOCKS * BLOCK:
+        yield from read(path)
+        return
+    with open(path, "rb") as file:
+        for i in range(BLOCKS):
+            file.seek(i * (size - BLOCK) // (BLOCKS - 1))
+            for line in file.read(BLOCK).splitlines()[1:]:  # the first one is a part
+                if (record := _record(line)) is not None:
+                    yield record
 
 
 def _is_torn(path: Path) -> bool:
@@ -216,12 +234,17 @@ def _news(path: Path, begin: int) -> Iterator[tuple[dict[str, Any], int]]:
     with open(path, "rb") as file:
         file.seek(begin if begin <= path.stat().st_size else 0)
         while (line := file.readline()).endswith(b"\n"):
-            try:
-                record = json.loads(line)
-            except (RecursionError, ValueError):
-                continue  # torn by a crash, or damaged
-            if isinstance(record, dict):
+            if (record := _record(line)) is not None:
                 yield record, file.tell()
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line; None for one that a crash has torn, or that is damaged."""
+    try:
+        record = json.loads(line)
+    except (RecursionError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, float]:

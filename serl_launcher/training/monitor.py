@@ -1,7 +1,7 @@
 """Shows the training while it runs: records in the metrics file, and the console's lines."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,10 +9,11 @@ from serl_client import clock
 from serl_client.console import Console
 
 from serl_launcher.replay.views import EpisodeInfo
-from serl_launcher.training.counters import RunCounters, succeeded, value_error
+from serl_launcher.training.counters import RunCounters, value_error
 from serl_launcher.training.metrics import MetricsLog
 from serl_launcher.training.plan import Phase
 from serl_launcher.training.ranks import Ranks
+from serl_launcher.training.tallies import RECENT, succeeded, tally
 from serl_launcher.training.writers import Patience
 
 log = logging.getLogger(__name__)
@@ -77,20 +78,18 @@ class Monitor:
         self._rate = (now, updates)
         if self._latest and (rate or is_first):
             values = {name: float(value) for name, value in self._latest.items()}
-            values |= self.value_error(phase.name, 20) if phase else {}
+            values |= self.value_error(phase.name, RECENT) if phase else {}
             values |= {"refused": refused} if refused else {}
             self._warn_of_clipping(values.get("targets_outside", 0.0))
             self.write("update", updates, values | ({"rate": round(rate, 1)} if rate else {}))
         name = phase.name if phase else "end"
-        recent = [episode for episode in self._counters.recent(name, 20) if not episode.discard]
-        assisted = [episode for episode in recent if episode.intervened]
-        alone = [episode for episode in recent if not episode.intervened]
+        recent = tally(self._counters.recent(name, RECENT))
         self.console.show({
             "phase": f"{name}" + f" ({mode})" * (mode != name) + f", {wall_s:.0f} s",
             "left": left,
             "episodes": f"{self._counters.episodes}",
-            "success": f"{_succeeded(alone)} unassisted, {_succeeded(assisted)} assisted, of the last {len(recent)}",
-            "return": f"{sum(e.reward for e in recent) / max(1, len(recent)):.2f} mean of the last {len(recent)}",
+            "success": f"{recent.alone} unassisted, {recent.assisted} assisted, of the last {recent.episodes}",
+            "return": f"{recent.return_mean or 0.0:.2f} mean of the last {recent.episodes}",
             "store": ", ".join(f"{n} {b.head - b.tail}" for n, b in self._counters.sources.buffers.items()),
             "updates": f"{updates}" + f", {rate:.0f}/s" * bool(rate),
             "waits for": waits_for,
@@ -106,8 +105,3 @@ class Monitor:
                 "%.0f %% of the critics' targets lie outside of critic.values.low to critic.values.high and are "
                 "clipped: begin another run with a range that holds the returns, or with critic=two_hot", 100 * share
             )  # fmt: skip
-
-
-def _succeeded(episodes: Sequence[EpisodeInfo]) -> str:
-    labelled = [episode for episode in episodes if episode.success is not None]
-    return f"{sum(map(succeeded, labelled))} of {len(labelled)}"

@@ -2,32 +2,32 @@
 
 import io
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from serl_launcher.store.files import replaced
 from serl_launcher.training.plan import TIME
+from serl_launcher.training.tallies import RECENT, Share, mean_curve, success_curve, wilson
 
-Z_95 = 1.959964  # the normal quantile of a two-sided 95 % interval
 _LIST = re.compile(r"\[[^][{}]+\]")  # without another one in it: it is written in one line
 OF_ALL = ("phase", "updates", "weights_sha256")  # of an evaluation during training
-RECENT = 20  # episodes that a point of the curve averages over
 
 
-def wilson(successes: int, episodes: int) -> tuple[float, float]:
-    """Return the 95 % interval of a success rate (Wilson 1927); (0, 1) without episodes."""
-    if not episodes:
-        return 0.0, 1.0
-    rate, square = successes / episodes, Z_95**2 / episodes
-    center = (rate + square / 2) / (1 + square)
-    half = Z_95 / (1 + square) * math.sqrt(rate * (1 - rate) / episodes + square / (4 * episodes))
-    return max(0.0, center - half), min(1.0, center + half)
+class Evaluated(NamedTuple):
+    """One evaluation. updates: before it, None: not known. trials: (start, success or None, return) of each episode."""
+
+    name: str
+    updates: int | None
+    success: Share
+    episodes: int
+    distinct_starts: int
+    return_mean: float | None
+    trials: Sequence[Sequence[Any]] = ()
 
 
 def write(
@@ -73,7 +73,7 @@ def write(
 
 def show(summary: Mapping[str, Any], *, evaluated: bool) -> None:
     """Print the table. evaluated: whether this plan has evaluated; if not, print only steps, updates and time."""
-    Console().print(table(summary) if evaluated else _took(summary))
+    Console().print(table(summary) if evaluated else took(summary))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -88,24 +88,34 @@ def read(path: Path) -> dict[str, Any]:
 def table(summary: Mapping[str, Any]) -> Table:
     """Return the summary as a table: one line per evaluation; below it steps, updates and time."""
     columns = ("evaluated", "success", "95 % interval", "mean return", "distinct starts")
-    lines = Table(*columns, caption=_took(summary))
-    during = [(f"{result['updates'] or 0:,} updates", result) for result in summary["during"] or ()]
-    for name, result in (("before training", summary["before"]), *during, ("after training", summary["eval"])):
-        if result is None:
-            continue
-        interval = "{:.0%} to {:.0%}".format(*result["wilson95"]) if result["wilson95"] else "-"
-        mean = "-" if result["return_mean"] is None else f"{result['return_mean']:.2f}"
-        lines.add_row(name, successes(result), interval, mean, f"{result['distinct_starts']} of {result['episodes']}")
+    lines = Table(*columns, caption=took(summary))
+    for each in evaluations(summary):
+        interval = "{:.0%} to {:.0%}".format(*each.success.interval) if each.success.episodes else "-"
+        mean = "-" if each.return_mean is None else f"{each.return_mean:.2f}"
+        lines.add_row(each.name, str(each.success), interval, mean, f"{each.distinct_starts} of {each.episodes}")
     return lines
 
 
-def successes(result: Mapping[str, Any]) -> str:
-    """Return `N of M`, the successes of an evaluation in a summary; `-` where nobody judged."""
-    share, episodes = result["success"], result["episodes"]
-    return "-" if share is None else f"{round(share * episodes)} of {episodes}"
+def share_of(result: Mapping[str, Any]) -> Share:
+    """Return the successes of an evaluation in a summary; those of no episode where nobody judged."""
+    rate, episodes = result["success"], result["episodes"]
+    return Share(0, 0) if rate is None else Share(round(rate * episodes), episodes)
 
 
-def _took(summary: Mapping[str, Any]) -> str:
+def evaluations(summary: Mapping[str, Any]) -> list[Evaluated]:
+    """Return the evaluations of a summary.json in their order."""
+    during = [(f"{each['updates'] or 0:,} updates", each) for each in summary.get("during") or ()]
+    named = [("before training", summary.get("before")), *during, ("after training", summary.get("eval"))]
+    return [
+        Evaluated(
+            name, 0 if name == "before training" else result.get("updates"), share_of(result), result["episodes"],
+            result["distinct_starts"], result["return_mean"], result.get("trials") or (),
+        ) for name, result in named if result
+    ]  # fmt: skip
+
+
+def took(summary: Mapping[str, Any]) -> str:
+    """Return the steps, episodes, updates and seconds of a summary, or of Facts, for a person."""
     return (
         f"{summary['env_steps']:,} environment steps, {summary['episodes']:,} episodes ({summary['assisted']:,} "
         f"assisted), {summary['updates']:,} updates, {summary['wall_s']:,.0f} s"
@@ -124,17 +134,15 @@ def picture(curve: Sequence[Mapping[str, Any]]) -> bytes:
     panels = figure.subplots(1 + bool(labelled), sharex=True, squeeze=False)[:, 0]
     if labelled:
         wins = [episode["success"] and not episode["intervened"] for episode in labelled]
-        windows = [wins[max(0, i - RECENT) : i] for i in range(1, len(wins) + 1)]
-        steps = [episode["env_steps"] for episode in labelled]
-        low, high = zip(*(wilson(sum(window), len(window)) for window in windows), strict=True)
-        panels[0].plot(steps, [sum(window) / len(window) for window in windows])
+        points = success_curve([episode["env_steps"] for episode in labelled], wins)
+        steps, rates, low, high = zip(*points, strict=True)
+        panels[0].plot(steps, rates)
         panels[0].fill_between(steps, low, high, alpha=0.2)
         panels[0].set(ylabel=f"unassisted success\n(last {RECENT}, 95 %)", ylim=(-0.02, 1.02))
     returns = [episode["return"] for episode in curve]
-    recent = [returns[max(0, i - RECENT) : i] for i in range(1, len(returns) + 1)]
     steps = [episode["env_steps"] for episode in curve]
     panels[-1].plot(steps, returns, ".", markersize=3, alpha=0.4)
-    panels[-1].plot(steps, [sum(window) / len(window) for window in recent])
+    panels[-1].plot(*zip(*((point.x, point.value) for point in mean_curve(steps, returns)), strict=True))
     panels[-1].set(xlabel="environment steps", ylabel=f"return\n(mean of the last {RECENT})")
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)

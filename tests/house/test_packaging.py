@@ -20,7 +20,7 @@ BASE = (
     "serl_client.runner", "robot_infra.env", "robot_infra.tasks.fake", "robot_infra.teleop.keyboard",
     "serl_launcher.config", "serl_launcher.launcher", "serl_launcher.supervisor", "serl_launcher.service.link",
     "serl_launcher.service.server", "serl_launcher.store.store", "serl_launcher.training.plan_reader",
-    "serl_launcher.datasets.export", "serl_launcher.datasets.importer",
+    "serl_launcher.datasets.export", "serl_launcher.datasets.importer", "serl_launcher.report.page",
 )  # fmt: skip
 HEAVY = ("torch", "torchvision", "lerobot", "mujoco", "gymnasium", "transformers", "matplotlib", "wandb")
 

@@ -13,6 +13,7 @@ import safetensors.torch
 from serl_client.identity import machine
 
 from serl_launcher.datasets import shards
+from serl_launcher.training.facts import facts_of
 from tests.shared import oracle
 from tests.shared.arms import DRIVER, HOME, LIMITS, Log
 from tests.shared.common import ROOT
@@ -26,6 +27,7 @@ from .test_run import EVALUATED, WORDS, assert_finished, assert_whole
 
 pytestmark = pytest.mark.program
 
+COUNTS = ("env_steps", "episodes", "assisted", "updates", "wall_s", "person")
 DATA = pytest.mark.skipif(bool(shards.missing()), reason="needs the extra `data`")
 
 
@@ -67,6 +69,11 @@ def test_a_first_run_demonstrates_trains_and_evaluates_what_it_has_trained(finis
     acting = {name.removeprefix(prefix): value for name, value in trained.items() if name.startswith(prefix)}
     assert_same(acting, safetensors.torch.load_file(file))
     assert summary["updates"] == json.loads((newest / "manifest.json").read_text())["updates"]
+    told = facts_of(run_dir)
+    assert {name: getattr(told, name) for name in COUNTS} == {name: summary[name] for name in COUNTS}
+    assert [each.success.rate for each in told.evaluations] == [summary[name]["success"] for name in ("before", "eval")]
+    assert f"report: {run_dir / 'report.html'}" in finished.said()
+    assert f"sha256 {file.stem}" in (run_dir / "report.html").read_text()
 
 
 @pytest.mark.slow

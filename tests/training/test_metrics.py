@@ -157,3 +157,16 @@ def test_a_metrics_file_that_was_begun_anew_is_sent_from_its_start(path):
     MetricsLog(path).write("update", {"updates": 1})
     assert [record["updates"] for record, _ in metrics._news(path, 10_000)] == [1]
     assert list(metrics._news(path, path.stat().st_size)) == []
+
+
+def test_of_a_file_of_any_size_a_bounded_part_is_read_up_to_its_last_record(path, monkeypatch):
+    log = MetricsLog(path)
+    for updates in range(1, 2001):
+        log.write("update", {"updates": updates, "critic_loss": 0.5})
+    assert [record["updates"] for record in metrics.sample(path)] == [*range(1, 2001)]
+    monkeypatch.setattr(metrics, "BLOCKS", 10)
+    monkeypatch.setattr(metrics, "BLOCK", 512)
+    found = [record["updates"] for record in metrics.sample(path)]
+    assert found == sorted(set(found))
+    assert (len(found) < 100, found[0] < 10, found[-1]) == (True, True, 2000)
+    assert not [*metrics.sample(path.with_name("none"))]

@@ -1,0 +1,73 @@
+"""Tells of a run's folder what the machines did: control rate, disk, errors. No torch."""
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from serl_client.spec import Spec
+
+from serl_launcher.store.layout import Layout
+from serl_launcher.store.schema import EpisodeInfo, Source
+
+STEPS = 400  # newest steps of a source, by which the control rate is told
+ERRORS_SHOWN, ERROR_BYTES = 5, 1 << 16  # of the end of errors.log
+BEGINNING = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.MULTILINE)  # of an error there
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """How regularly the newest STEPS steps came. rate: steps per second; fps: what it should be; late: the share of
+    steps that followed the one before by less than 0.5 or more than 1.5 periods."""
+
+    rate: float
+    fps: float
+    late: float
+
+
+def control_of(store: Path, spec: Spec, sources: Mapping[str, Source], newest: EpisodeInfo) -> Control | None:
+    """Tell the control rate by the newest steps of an episode; None without two, or if they are not in the store."""
+    if (source := sources.get(newest.source)) is None:
+        return None
+    try:
+        steps = Layout(spec, source.capacity).steps(store / source.name)
+    except (OSError, ValueError):
+        return None
+    numbers = np.arange(max(source.tail, source.head - STEPS), source.head)
+    records = steps[numbers % source.capacity]
+    times = records["time"][(records["number"] == numbers) & (records["episode"] == newest.number)]
+    periods = np.diff(times) * spec.fps
+    if not len(periods) or not np.isfinite(periods).all() or periods.sum() <= 0:
+        return None
+    late = float(((periods < 0.5) | (periods > 1.5)).mean())
+    return Control(float(spec.fps / periods.mean()), spec.fps, late)
+
+
+def disk_of(run_dir: Path) -> tuple[dict[str, int], int]:
+    """Return the bytes that each part of a run's folder has on disk, and those that are free there."""
+    if not run_dir.is_dir():
+        return {}, 0
+    parts: dict[str, int] = {}
+    for folder, _, names in os.walk(run_dir):
+        part = Path(folder).relative_to(run_dir).parts[:1]
+        for name in names:
+            with suppress(OSError):  # it is gone
+                size = os.lstat(os.path.join(folder, name)).st_blocks * 512
+                parts[part[0] if part else "files"] = parts.get(part[0] if part else "files", 0) + size
+    return parts, shutil.disk_usage(run_dir).free
+
+
+def errors_of(path: Path) -> list[str]:
+    """Return the newest errors of errors.log: when, what failed, and the last line of its traceback."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - ERROR_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return []
+    said = [[line for line in each.splitlines() if line.strip()] for each in BEGINNING.split(text)[1:]]
+    return [f"{lines[0]}: {lines[-1]:.200}" for lines in said if len(lines) > 1][-ERRORS_SHOWN:]
