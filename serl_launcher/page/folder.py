@@ -89,9 +89,9 @@ class RunFolder:
         """Return [{name, unit, over, text, points: [[x, y], ...] or [[x, y, low, high], ...]}] since the run began."""
         made, recent = self._look().curves, f"of the last {RECENT} episodes, with its 95 % interval."
         curves = [
-            _curve("success alone", "", "steps", made.success, f"Share of successes without help {recent}"),
+            _curve("success alone", "%", "steps", made.success, f"Share of successes without help {recent}"),
             _curve("return", "", "steps", made.returns, f"Mean sum of an episode's rewards {recent}"),
-            _curve("driven by a person", "", "steps", made.interventions, f"Share of steps a person drove {recent}"),
+            _curve("driven by a person", "%", "steps", made.interventions, f"Share of steps a person drove {recent}"),
             _curve("updates", "/s", "updates", made.losses.get("rate", ()), "Training updates per second."),
         ]
         for name in [name for name in made.losses if "loss" in name][:LOSSES]:
@@ -255,7 +255,8 @@ def _rate(share: Share) -> str:
 
 
 def _curve(name: str, unit: str, over: str, points: Sequence[Sequence[float]], text: str) -> dict[str, Any]:
-    kept = [[round(float(number), 6) for number in point] for point in points]
+    scale = 100 if unit == "%" else 1  # of shares
+    kept = [[point[0], *(round(scale * float(number), 6) for number in point[1:])] for point in points]
     return {"name": name, "unit": unit, "over": over, "text": text, "points": kept}
 
 

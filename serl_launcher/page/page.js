@@ -13,7 +13,7 @@ if (location.hash.length > 1) {
   sessionStorage.setItem("token", location.hash.slice(1));
   history.replaceState(null, "", location.pathname);
 }
-let socket = null, role = "", number = 0, state = null, chosen = "";
+let socket = null, role = "", number = 0, state = null, chosen = "", most = 12;
 const asked = new Map();
 
 function connect() {
@@ -125,7 +125,9 @@ async function show() {
   banner(state.banner);
   at("run").textContent = state.run;
   for (const button of at("orders").children) button.hidden = !state.alive;
-  keyed(at("warnings"), [...new Set(state.warnings)], (text) => text, (text) => element("li", text));
+  const { who, text: urgent } = state.banner;
+  const others = [...new Set(state.warnings)].filter((text) => text !== `${who}: ${urgent}`);
+  keyed(at("warnings"), others, (text) => text, (text) => element("li", text));
   keyed(at("plan"), state.plan, (step) => step.name, step, (li, step) => {
     li.dataset.when = step.when;
     write(li, ".soft", step.when === "now" ? `${step.text}. Left: ${step.left || "not known"}` : step.text);
@@ -137,7 +139,7 @@ async function show() {
   chosen = state.actors.some((actor) => actor.name === chosen) ? chosen : state.actors[0]?.name;
   keyed(at("actors"), few ? state.actors : state.actors.filter((a) => a.name === chosen), (a) => a.name, card, dress);
   at("many").hidden = few;
-  keyed(at("many").tBodies[0], few ? [] : state.actors, (actor) => actor.name, row, (tr, actor) => {
+  keyed(at("many").querySelector("tbody"), few ? [] : state.actors, (actor) => actor.name, row, (tr, actor) => {
     const told = [actor.name, actor.word, `${actor.rate} Hz`, actor.late, actor.steps.toLocaleString(), actor.episode];
     told.forEach((text, i) => (tr.cells[i].textContent = text));
   });
@@ -150,7 +152,7 @@ async function show() {
 
 function step({ name, when }) {
   const li = element("li");
-  li.append(element("strong", name), element("progress", "", { max: 1 }), element("p", "", { class: "soft" }));
+  li.append(element("strong", name), element("p", "", { class: "soft" }), element("progress", "", { max: 1 }));
   return li;
 }
 
@@ -253,7 +255,8 @@ async function list() {
   const only = at("filter").value;
   const fits = (each) => only === "all" || (only === "assisted" ? each.assisted
     : only === "aside" ? each.aside : each.verdict === only && !each.aside);
-  const found = (await ask({ ask: "episodes" })).filter(fits).slice(0, 48);
+  const all = (await ask({ ask: "episodes" })).filter(fits), found = all.slice(0, most);
+  at("more").hidden = all.length <= most;
   keyed(at("episodes"), found, (each) => each.id, (each) => {
     const li = element("li", "", { class: "card" });
     if (each.cameras.length) {
@@ -288,6 +291,7 @@ for (const [word, text] of Object.entries(ORDERS)) {
 at("explain").onclick = () =>
   at("explain").setAttribute("aria-pressed", String(document.body.classList.toggle("explained")));
 at("filter").onchange = list;
+at("more").onclick = () => { most += 24; list(); };
 
 async function again(what, pause) {
   try { await what(); } catch (error) { console.warn(error.message); }

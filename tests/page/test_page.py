@@ -67,7 +67,7 @@ def test_episodes_curves_and_numbers_are_those_of_the_run(browse, arm):
     assert numbers["success alone"].startswith("1 of 2 [")
     assert (numbers["episodes"], numbers["replay buffer"]) == ("2", "16 steps")
     curves = {curve["name"]: curve["points"] for curve in browser.ask("curves")}
-    assert [point[:2] for point in curves["success alone"]] == [[8, 1.0], [16, 0.5]]
+    assert [point[:2] for point in curves["success alone"]] == [[8, 100.0], [16, 50.0]]
 
 
 def test_an_image_is_the_newest_row_of_its_episode(served, browse, join):
