@@ -28,10 +28,10 @@ FACTS_S = 5.0  # the same of the run's facts
 LISTED = 200  # newest episodes
 LOSSES = 3  # curves of losses
 DRIVERS = {  # who drives an actor, the most urgent first: what a person should know
-    "FAULT": "The robot holds after a fault. Look at it, then press r at its actor",
-    "RESET": "Set up the scene, then press r at the actor",
-    BEGIN: "It waits for your demonstration: r at the actor, or the first motion of a device, begins it",
-    "PAUSED": "A person at the actor has paused it: p there goes on",
+    "FAULT": "The robot holds after a fault. Look at it, then press Ready: it goes home and on",
+    "RESET": "Set up the scene, then press Ready: the robot moves",
+    BEGIN: "It waits for your demonstration: Ready, or the first motion of a device, begins it",
+    "PAUSED": "A person has paused it: Resume goes on",
     "WAITING": "No action has come: the robot holds still until one does",
     "HUMAN": "A person drives",
     "POLICY": "The policy drives: keep clear of the robot",
@@ -190,7 +190,8 @@ def _actor(client: Mapping[str, Any], newest: Episode | None, images: Images | N
         "warning": str(client.get("warning", "")), "seen_s": client["seen_s"], "steps": client.get("steps", 0),
         "rate": round(client.get("rate", 0.0), 1), "late": client.get("late", 0), "cameras": cameras,
         "takeovers": client.get("takeovers", 0), "episode": newest.id if newest else "",
-        "closed": bool(newest.closed) if newest else True,
+        "closed": bool(newest.closed) if newest else True, "question": str(client.get("question", 0)),
+        "asks": driver in ("FAULT", "RESET", BEGIN), "drives": client.get("episode", ""),
         "state": images.state(newest) if images and newest and not cameras else [],
     }  # fmt: skip
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from serl_client import clock
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
@@ -16,25 +17,47 @@ from serl_client.spec import Spec
 NAME = "operator"
 PATIENCE = 15.0  # seconds that a verdict may take
 ANSWER_S = 5.0  # seconds that the server may take for a command
+HEARD_S = 5.0  # seconds that an actor may take to acknowledge a word: it reports each second
 COMMANDS = {"pause": "hold", "resume": "resume", "next": "next", "stop": "stop"}  # a button: the plan's word
 
 
-def carry_out(run_dir: Path, local: str, order: str, about: str) -> str:
+def carry_out(run_dir: Path, local: str, order: str, about: str, actor: str = "") -> str:
     """Carry out an order, and return the sentence that acknowledges it.
 
     local: the learner's own address; empty: no learner runs. order: of COMMANDS or VERDICTS. about: the episode of a
     verdict; the phase that a command means, because one that has ended meanwhile is not meant any more.
+    actor: whom a word of messages.WORDS is for, as `say` says it; empty: the order is about the run, or what is stored.
 
     Raises TrainerError, with a sentence, when it was not acknowledged.
     """
     if not local:
         raise Refused("no learner runs here: start it, then say it again")
+    if actor:
+        return say(local, order, actor, about)
     if order in VERDICTS:
         label(local, run_dir / "actors" / "page" / "outbox", verdict_on(about, order), name="page")
         return f"{about}: {order}. It is stored"
     if order not in COMMANDS:
         raise Refused(f"there is no order {order[:40]!r}")
     return command(local, order, about)
+
+
+def say(local: str, word: str, actor: str, about: str) -> str:
+    """Say a word to an actor, and return what acknowledges it: the actor itself. about: as a Command's argument."""
+    with Connection(local, m.Hello(m.PROTOCOL, "viewer", "page")) as link:
+        number = link.call(m.Command(word, about, actor=actor), ANSWER_S).value
+        end, heard, late = clock.monotonic() + HEARD_S, "", ""
+        while heard != str(number) and clock.monotonic() < end:
+            clock.sleep(0.1)
+            clients: list[Mapping[str, Any]] = link.call(m.Status(), ANSWER_S).report["clients"]
+            said = (str(each.get("heard", "")) for each in clients if (each["role"], each["actor"]) == ("actor", actor))
+            heard, _, late = next(said, "").partition(" ")
+        link.send(m.Bye())
+    if heard != str(number):
+        raise Timeout(f"{word} may be lost, {actor} has not acknowledged it: look before you repeat it")
+    if late:
+        raise Refused(f"nothing was done: what you saw of {actor} is over")
+    return f"{word}: {actor} has taken it"
 
 
 def verdict_on(episode: str, word: str) -> Outcome:

@@ -2,6 +2,7 @@
 const at = (id) => document.getElementById(id);
 const LOST_S = 25, FRAME_MS = 100, MANY = 4;
 const ORDERS = { pause: "Pause", resume: "Resume", next: "Next phase", stop: "Stop" };
+const WORDS = { ready: "Ready", pause: "Pause robot", resume: "Resume robot" };
 const VERDICTS = { success: "Success", failure: "Failure", discard: "Discard" };
 const MEANS = {
   pause: "Robots hold and nothing trains, until Resume", resume: "The run goes on",
@@ -55,11 +56,11 @@ function settle(id, answer, error) {
   else resolve(answer);
 }
 
-async function order(button, word, about) {
+async function order(button, word, about, actor = "") {
   button.disabled = true;
-  const line = say(`${word} ${about}: sent`);
+  const line = say(`${word} ${actor || about}: sent`);
   try {
-    line.textContent = await ask({ ask: "order", order: word, about });
+    line.textContent = await ask({ ask: "order", order: word, about, actor });
   } catch (error) {
     line.textContent = `${word}: ${error.message}`;
     line.className = "bad";
@@ -101,11 +102,11 @@ function write(parent, selector, text) {
   if (found.textContent !== String(text)) found.textContent = text;
 }
 
-function verdicts(about) {
+function buttons(words, about, actor = () => "") {
   const made = element("div", "", { class: "verdicts" });
-  for (const [word, text] of Object.entries(VERDICTS)) {
+  for (const [word, text] of Object.entries(words)) {
     const button = element("button", text, { "data-word": word });
-    button.onclick = () => order(button, word, about());
+    button.onclick = () => order(button, word, about(), actor());
     made.append(button);
   }
   return made;
@@ -168,18 +169,26 @@ function card(actor) {
   made.append(element("h2", actor.name), element("p", "", { class: "word" }), element("p", "", { class: "soft text" }),
     element("div", "", { class: "views" }), element("ul", "", { class: "state" }),
     element("p", "", { class: "soft numbers" }));
-  const judge = verdicts(() => made.dataset.episode);
-  made.append(judge);
+  // A verdict on what the robot does now is said to its actor, which ends the episode; any other one is stored.
+  const { dataset } = made;
+  made.append(buttons(WORDS, () => dataset.question, () => actor.name),
+    buttons(VERDICTS, () => dataset.episode, () => (dataset.runs ? actor.name : "")));
   return made;
 }
 
 function dress(made, actor) {
-  made.dataset.episode = actor.episode;
+  const runs = !actor.closed && actor.drives === actor.episode, [words, judged] = made.querySelectorAll(".verdicts");
+  Object.assign(made.dataset, { episode: actor.episode, question: actor.question, runs: runs ? "yes" : "" });
   write(made, ".word", actor.word);
   write(made, ".text", actor.text);
   write(made, ".numbers", `${actor.rate} steps/s, ${actor.late} late, ${actor.steps.toLocaleString()} steps, ` +
     `${actor.takeovers} takeovers. Episode ${actor.episode || "none yet"}${actor.closed ? ", ended" : ", goes on"}`);
-  made.querySelector(".verdicts").hidden = role !== "operator" || !actor.episode || !state.alive;
+  words.hidden = role !== "operator";
+  judged.hidden = role !== "operator" || !actor.episode;
+  const [ready, pause, resume] = words.children;
+  ready.hidden = !actor.asks;
+  pause.hidden = actor.driver === "PAUSED";
+  resume.hidden = !pause.hidden;
   keyed(made.querySelector(".views"), actor.cameras, (name) => name, (name) => {
     const figure = element("figure");
     figure.append(element("img", "", { alt: `camera ${name}` }), element("figcaption", name.split(".").at(-1)));
@@ -264,7 +273,7 @@ async function list() {
       li.append(img);
       picture(img, each.id, each.cameras[0]);
     }
-    li.append(element("strong", each.id), element("p", "", { class: "soft" }), verdicts(() => each.id));
+    li.append(element("strong", each.id), element("p", "", { class: "soft" }), buttons(VERDICTS, () => each.id));
     return li;
   }, (li, each) => {
     const said = each.aside ? `set aside: ${each.aside}` : each.verdict || (each.closed ? "not judged" : "goes on");

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,13 +151,14 @@ class Page:
 
     async def _order(self, ask: Mapping[str, Any], role: str) -> str:
         """Carry out an order. Raises what says why it was not, or may not have been."""
-        order, about = _text(ask, "order"), _text(ask, "about")
+        order, about, actor = (_text(ask, name) for name in ("order", "about", "actor"))
         if role != "operator":
             raise ConfigError("this link is to look only: an operator's one stands on the learner's screen, too")
-        if order in orders.VERDICTS and not await self._read(lambda: self._folder.has(about)):
+        if order in orders.VERDICTS and not actor and not await self._read(lambda: self._folder.has(about)):
             raise ConfigError(f"there is no episode {about[:80]!r} in this run")
         loop = asyncio.get_running_loop()
-        done = await loop.run_in_executor(self._clerk, orders.carry_out, self._run_dir, self._local, order, about)
+        carry_out = partial(orders.carry_out, self._run_dir, self._local, order, about, actor)
+        done = await loop.run_in_executor(self._clerk, carry_out)
         log.info("the page says: %s", done)
         return done
 

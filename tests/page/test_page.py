@@ -1,12 +1,14 @@
 """What the page shows is what the run holds, and an order does what its button says, or says why not."""
 
 import io
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from PIL import Image
 from serl_client import Feature
 
+from serl_launcher.page import orders
 from serl_launcher.store.index import Index
 from tests.page.conftest import serving
 from tests.shared.clients import push_all
@@ -115,12 +117,39 @@ def test_a_command_names_its_phase_and_counts_once(served, browse, arm):
     assert commands(served.server) == ["hold", "resume", "next", "stop"]
 
 
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [("{}", "ready: arm has taken it"), ("{} late", "error: nothing was done: what you saw of arm is over"),
+     (None, "error: ready may be lost, arm has not acknowledged it: look before you repeat it")],
+)  # fmt: skip
+def test_a_word_to_an_actor_is_acknowledged_by_that_actor_or_said_to_be_lost(browse, arm, monkeypatch, answer, says):
+    monkeypatch.setattr(orders, "HEARD_S", PATIENCE if answer else 0.5)
+    report = {"driver": "FAULT", "question": 3, "heard": "1"}
+    arm.report(report)
+    browser = browse()
+    browser.welcome()
+    (actor,) = until(lambda: [each for each in browser.ask("state")["actors"] if each["asks"]])
+
+    def hear():
+        (command,) = until(lambda: [*arm.words()])
+        assert (command.name, command.argument, command.actor) == ("ready", "3", "arm")
+        if answer:
+            report["heard"] = answer.format(command.request)
+
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(hear)
+        assert browser.ask("order", order="ready", about=actor["question"], actor="arm") == says
+    heard.result()
+    assert "no actor none is connected" in browser.ask("order", order="pause", about="", actor="none")
+
+
 def test_who_may_only_look_orders_nothing(served, browse, arm):
     browser = browse(role="viewer")
     assert browser.welcome()["role"] == "viewer"
     phase = browser.ask("state")["phase"]
-    for word, about in (("stop", phase), ("success", "e1")):
-        assert "this link is to look only" in browser.ask("order", order=word, about=about)
+    for word, about, actor in (("stop", phase, ""), ("success", "e1", ""), ("ready", "0", "arm")):
+        assert "this link is to look only" in browser.ask("order", order=word, about=about, actor=actor)
+    assert not [*arm.words()]
     assert commands(served.server) == []
     assert served.server.episodes()["e1"]["judged_by"] == "judge"
 
