@@ -3,6 +3,7 @@
 Used by one thread.
 """
 
+import math
 import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,6 +84,7 @@ class RunFolder:
             "phase": report["directive"].get("phase", ""), "numbers": _numbers(facts),
             "plan": [_step(phase, str(trainer.get("left", ""))) for phase in facts.phases],
             "warnings": [*_warnings(report, actors), *facts.warnings], "alive": not trouble,
+            "held": trainer.get("waits_for") == HELD,
         }  # fmt: skip
 
     def curves(self) -> list[dict[str, Any]]:
@@ -187,13 +189,19 @@ def _actor(client: Mapping[str, Any], newest: Episode | None, images: Images | N
     cameras = images.cameras if images and newest else []
     return {
         "name": client["actor"], "driver": driver, "word": SHOWN.get(driver, driver), "text": str(text),
-        "warning": str(client.get("warning", "")), "seen_s": client["seen_s"], "steps": client.get("steps", 0),
-        "rate": round(client.get("rate", 0.0), 1), "late": client.get("late", 0), "cameras": cameras,
-        "takeovers": client.get("takeovers", 0), "episode": newest.id if newest else "",
+        "warning": str(client.get("warning", "")), "rate": round(_counted(client, "rate"), 1), "cameras": cameras,
+        **{name: _counted(client, name) for name in ("steps", "late", "takeovers")},
+        "episode": newest.id if newest else "",
         "closed": bool(newest.closed) if newest else True, "question": str(client.get("question", 0)),
         "asks": driver in ("FAULT", "RESET", BEGIN), "drives": client.get("episode", ""),
         "state": images.state(newest) if images and newest and not cameras else [],
     }  # fmt: skip
+
+
+def _counted(client: Mapping[str, Any], name: str) -> float:
+    """Return a number of an actor's report; 0 where there is none, because an actor may report anything."""
+    value = client.get(name, 0)
+    return value if isinstance(value, int | float) and math.isfinite(value) else 0
 
 
 def _numbers(facts: Facts) -> list[dict[str, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from serl_client.spec import IMAGES, Array, Spec
+from serl_client.spec import Array, Spec
 
 from serl_launcher.store.index import Index
 from serl_launcher.store.layout import Layout, published
@@ -71,11 +71,11 @@ class Images:
         """Return the newest numbers of an episode, of all observations that are no images: [{name, value, unit}]."""
         told = []
         for name, feature in self.spec.observation.items():
-            values = None if name.startswith(IMAGES) else self.observed(episode, name)
+            values = None if name in self.cameras else self.observed(episode, name)
             for i, value in enumerate(() if values is None else values.reshape(-1)[: STATES - len(told)]):
                 said = feature.names[i] if i < len(feature.names) else f"{name.removeprefix('observation.')} {i}"
                 unit = feature.units[i] if i < len(feature.units) else ""
-                told.append({"name": said, "value": round(float(value), 4), "unit": unit})
+                told.append({"name": said, "value": f"{float(value):.4g}", "unit": unit})
         return told
 
     def _source(self, name: str) -> _Source:

@@ -1,7 +1,7 @@
 // The operator's page. It asks, and shows what it is answered. What comes from elsewhere becomes text, never markup.
 const at = (id) => document.getElementById(id);
 const LOST_S = 25, FRAME_MS = 100, MANY = 4;
-const ORDERS = { pause: "Pause", resume: "Resume", next: "Next phase", stop: "Stop" };
+const ORDERS = { pause: "Pause", resume: "Resume", next: "Next", stop: "Stop" };
 const WORDS = { ready: "Ready", pause: "Pause robot", resume: "Resume robot" };
 const VERDICTS = { success: "Success", failure: "Failure", discard: "Discard" };
 const MEANS = {
@@ -122,10 +122,15 @@ function banner({ word, text, who }) {
 
 async function show() {
   if (!role || document.hidden) return;
-  state = await ask({ ask: "state" });
+  try {
+    state = await ask({ ask: "state" });
+  } catch (error) {
+    return banner({ word: "IDLE", who: "", text: error.message });
+  }
   banner(state.banner);
   at("run").textContent = state.run;
-  for (const button of at("orders").children) button.hidden = !state.alive;
+  for (const button of at("orders").children)
+    button.hidden = !state.alive || button.dataset.word === (state.held ? "pause" : "resume");
   const { who, text: urgent } = state.banner;
   const others = [...new Set(state.warnings)].filter((text) => text !== `${who}: ${urgent}`);
   keyed(at("warnings"), others, (text) => text, (text) => element("li", text));
@@ -179,6 +184,7 @@ function card(actor) {
 function dress(made, actor) {
   const runs = !actor.closed && actor.drives === actor.episode, [words, judged] = made.querySelectorAll(".verdicts");
   Object.assign(made.dataset, { episode: actor.episode, question: actor.question, runs: runs ? "yes" : "" });
+  made.dataset.word = actor.word;
   write(made, ".word", actor.word);
   write(made, ".text", actor.text);
   write(made, ".numbers", `${actor.rate} steps/s, ${actor.late} late, ${actor.steps.toLocaleString()} steps, ` +
@@ -191,7 +197,7 @@ function dress(made, actor) {
   resume.hidden = !pause.hidden;
   keyed(made.querySelector(".views"), actor.cameras, (name) => name, (name) => {
     const figure = element("figure");
-    figure.append(element("img", "", { alt: `camera ${name}` }), element("figcaption", name.split(".").at(-1)));
+    figure.append(element("img", "", { alt: name.split(".").at(-1) }), element("figcaption", name.split(".").at(-1)));
     film(figure.firstChild, made, name);
     return figure;
   });
@@ -254,7 +260,7 @@ function plot(made, { points, unit, over }) {
   add("path", "line", `M${line(1).join("L")}`);
   svg.replaceChildren(...parts);
   write(made, ".now", `${short(last[1])} ${unit}`);
-  write(made, ".soft", `${short(low)} to ${short(high)} ${unit}, over ${Math.round(last[0]).toLocaleString()} ${over}`);
+  write(made, ".soft", `${short(low)} to ${short(high)}${unit && " " + unit}, over ${Math.round(last[0]).toLocaleString()} ${over}`);
 }
 
 const short = (value) => value.toLocaleString("en", { maximumSignificantDigits: 3 });
@@ -287,7 +293,7 @@ async function list() {
 
 // -- orders to the run. Each names the phase that it means. Stop asks once more
 for (const [word, text] of Object.entries(ORDERS)) {
-  const button = element("button", text, { title: MEANS[word] });
+  const button = element("button", text, { title: MEANS[word], "data-word": word });
   button.onclick = () => {
     if (word === "stop" && button.className !== "sure") {
       button.className = "sure";

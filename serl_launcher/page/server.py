@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from serl_client.console import log_as
+from serl_client.console import log_as, throttled
 from serl_client.errors import ConfigError, MessageError, RetakeError
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -30,7 +30,7 @@ from serl_launcher.error_log import first_line
 from serl_launcher.page import door, orders
 from serl_launcher.page.folder import RunFolder
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 CONNECTIONS = 64  # pages that are open at once, with those that have not said their token
 TOKEN_S = 5.0  # seconds that a new connection may take to say its token
@@ -138,6 +138,9 @@ class Page:
                 answer = await self._read(lambda: self._answers[kind](ask))
             else:
                 raise MessageError(f"nothing answers {kind[:40]!r}")
+            if isinstance(answer, bytes):
+                return number.to_bytes(4, "big") + answer
+            return json.dumps({"id": number, "answer": answer}, allow_nan=False)
         except RetakeError as error:
             if isinstance(error, MessageError):
                 raise
@@ -145,9 +148,6 @@ class Page:
         except Exception as error:
             log.exception("the page cannot answer %s", kind)
             return json.dumps({"id": number, "error": f"the page cannot tell: {first_line(error)}"})
-        if isinstance(answer, bytes):
-            return number.to_bytes(4, "big") + answer
-        return json.dumps({"id": number, "answer": answer})
 
     async def _order(self, ask: Mapping[str, Any], role: str) -> str:
         """Carry out an order. Raises what says why it was not, or may not have been."""

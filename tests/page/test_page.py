@@ -56,8 +56,18 @@ def test_the_banner_says_who_drives_and_the_actor_its_numbers(browse, arm, drive
     state = until(lambda: (told := browser.ask("state"))["banner"]["word"] == word and told)
     (actor,) = state["actors"]
     assert (actor["name"], actor["rate"], actor["late"], actor["steps"], actor["episode"]) == ("arm", 10.0, 3, 16, "e1")
-    assert [each["value"] for each in actor["state"]] == [1.0, 7.0] * 4  # without cameras: the newest row
+    assert [each["value"] for each in actor["state"]] == ["1", "7"] * 4  # without cameras: the newest row
     assert state["banner"]["who"] == "arm"
+
+
+def test_an_actor_that_reports_nonsense_spoils_nothing(browse, arm):
+    arm.report(
+        {"driver": 7, "rate": float("nan"), "steps": HOSTILE, "late": None, "takeovers": float("inf"), "warning": 1}
+    )
+    browser = browse()
+    browser.welcome()
+    (actor,) = until(lambda: [each for each in browser.ask("state")["actors"] if each["word"] == "7"])
+    assert (actor["rate"], actor["steps"], actor["late"], actor["takeovers"], actor["text"]) == (0, 0, 0, 0, "1")
 
 
 def test_episodes_curves_and_numbers_are_those_of_the_run(browse, arm):
