@@ -74,7 +74,7 @@ def run(config: DictConfig) -> int:
     keep_private(config.share is not None)
     if config.learner:
         log_as("launcher")
-        return launch(config)
+        return launch(config, sys.argv[1:])
     return act(config)
 
 

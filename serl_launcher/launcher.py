@@ -14,6 +14,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +30,7 @@ from serl_launcher.config import cameras, saved
 from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import FINISH_S, recorded, wanted
 from serl_launcher.error_log import ERRORS, first_line, write_traceback
+from serl_launcher.report import begun, page
 from serl_launcher.service.access import AllowList, check_address
 from serl_launcher.service.link import report_end
 from serl_launcher.service.router import cannot_listen
@@ -49,8 +51,10 @@ NEEDED = ("torch", "safetensors", "matplotlib", "websockets")  # of the extra `l
 NEEDED_BY_RANKS = ("accelerate", "deepspeed")  # of the extra `vla`
 
 
-def launch(config: DictConfig) -> int:
-    """Run the learner until its plan ends, and return the exit status. `config` is the composed one.
+def launch(config: DictConfig, words: Sequence[str] = ()) -> int:
+    """Run the learner until its plan ends, and return the exit status. The run's report is written then.
+
+    config: the composed one. words: of the command line, which the run notes.
 
     Raises ConfigError, before anything is started or changed, for whatever can be found without torch.
     """
@@ -86,12 +90,23 @@ def launch(config: DictConfig) -> int:
             check_origin(config)
         sign(lock)
         take_over(run_dir, config.share, is_learner=True)
-        OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
+        begun.save(config, run_dir / "config.yaml", words)
         log.info("in %s: %s", run_dir, " ".join(config.remembered))
         shown = ["page"] * (config.page is not None)
         first = ["server", *shown, *children, *([] if "importer" in children else LEARNING)]
         local = f"ipc://{sockets / SERVER}"
-        return Supervisor(run_dir, local, first, archives=bool(plan.archived), export_s=FINISH_S).run()
+        status = Supervisor(run_dir, local, first, archives=bool(plan.archived), export_s=FINISH_S).run()
+    report(run_dir)
+    return status
+
+
+def report(run_dir: Path) -> None:
+    """Write the run's report, and say where. That it fails is no reason for a run to fail."""
+    try:
+        log.info("report: %s", page.write(run_dir))
+    except Exception as error:
+        log.warning("no report (%s): tools/report.py %s tries again", first_line(error), run_dir)
+        write_traceback(run_dir, "report", error)
 
 
 def describe_store(config: DictConfig, plan: Plan) -> None:

@@ -24,7 +24,7 @@ from serl_client.spec import Spec
 
 from serl_launcher.config import saved
 from serl_launcher.error_log import ERRORS
-from serl_launcher.replay.verdicts import rewards_of_run
+from serl_launcher.replay.verdicts import rewards_of
 from serl_launcher.store.aside import is_aside
 from serl_launcher.store.directives import DATASET, EVALUATE
 from serl_launcher.store.index import Index
@@ -145,14 +145,15 @@ class RunReader:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
+        self._config: tuple[int, DictConfig] | None = None
         self._run, self._revision, self._episodes = "", 0, dict[int, EpisodeInfo]()
 
     def look(self) -> Facts:
         """Read the facts as they are now. Raises ConfigError for a config.yaml that cannot be read."""
-        run_dir, config, warnings = self.run_dir, saved(self.run_dir), list[str]()
+        run_dir, config, warnings = self.run_dir, self._saved(), list[str]()
         summary, records = read(run_dir / "summary.json"), [*metrics.sample(run_dir / "metrics.jsonl")]
         try:
-            stored = self._stored()
+            stored = self._stored(config)
         except FileNotFoundError:
             stored = _Stored()
         except (ConfigError, OSError, sqlite3.Error) as error:
@@ -185,13 +186,21 @@ class RunReader:
             curves=_curves(practice, records), all_episodes=stored.episodes,
         )  # fmt: skip
 
-    def _stored(self) -> "_Stored":
+    def _saved(self) -> DictConfig:
+        """Read the config if it is another one than before: reading it takes longer than all the rest."""
+        file = self.run_dir / "config.yaml"
+        written = file.stat().st_mtime_ns if file.exists() else 0
+        if self._config is None or self._config[0] != written:
+            self._config = written, saved(self.run_dir)
+        return self._config[1]
+
+    def _stored(self, config: DictConfig) -> "_Stored":
         with closing(Index(self.run_dir / "store/index.sqlite")) as index:
             if (run := str(index.meta("run") or "")) != self._run:
                 self._run, self._revision, self._episodes = run, 0, {}
             self._revision, rows = index.catalog(self._revision, -1)
             self._episodes |= {row[0]: EpisodeInfo(*row) for row in rows}
-            spec, verdict = index.meta("spec"), rewards_of_run(self.run_dir)
+            spec, verdict = index.meta("spec"), rewards_of(config)
             return _Stored(
                 run=run, spec=Spec.from_dict(spec) if spec else None, sources=index.sources(),
                 directives=index.directives(), weights=next(iter(index.weights(1)), {}),
@@ -291,7 +300,7 @@ def _curves(practice: Sequence[EpisodeInfo], records: Sequence[Mapping[str, Any]
         for name, value in {**_losses(record), "rate": record.get("rate")}.items():
             if isinstance(value, int | float):
                 losses.setdefault(name, []).append((_number(record, "updates"), value))
-    return Curves(thinned(success), thinned(returns), thinned(interventions), losses)
+    return Curves(success, returns, interventions, losses)
 
 
 def _losses(record: Mapping[str, Any]) -> dict[str, float]:

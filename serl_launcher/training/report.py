@@ -142,7 +142,7 @@ def picture(curve: Sequence[Mapping[str, Any]]) -> bytes:
     returns = [episode["return"] for episode in curve]
     steps = [episode["env_steps"] for episode in curve]
     panels[-1].plot(steps, returns, ".", markersize=3, alpha=0.4)
-    panels[-1].plot(steps, [point.value for point in mean_curve(steps, returns)])
+    panels[-1].plot(*zip(*((point.x, point.value) for point in mean_curve(steps, returns)), strict=True))
     panels[-1].set(xlabel="environment steps", ylabel=f"return\n(mean of the last {RECENT})")
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)

@@ -110,15 +110,22 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def success_curve(ends: Sequence[float], wins: Sequence[bool]) -> list[Point]:
-    """Return the success rate of the last RECENT episodes at the end of each. ends: what is on the x axis there."""
-    shares = [Share(sum(wins[max(0, i - RECENT) : i]), min(i, RECENT)) for i in range(1, len(wins) + 1)]
-    return [Point(end, share.rate or 0.0, *share.interval) for end, share in zip(ends, shares, strict=True)]
+    """Return the success rate of the last RECENT episodes at the ends of POINTS of them at most.
+
+    ends: what is on the x axis there.
+    """
+    found = []
+    for i in thinned(range(1, len(wins) + 1)):
+        share = Share(sum(wins[max(0, i - RECENT) : i]), min(i, RECENT))
+        found.append(Point(ends[i - 1], share.rate or 0.0, *share.interval))
+    return found
 
 
 def mean_curve(ends: Sequence[float], values: Sequence[float]) -> list[Point]:
-    """Return the mean of the last RECENT values at each one."""
-    windows = (values[max(0, i - RECENT) : i] for i in range(1, len(values) + 1))
-    return [Point(end, *mean_interval(window)) for end, window in zip(ends, windows, strict=True)]
+    """Return the mean of the last RECENT values at POINTS of them at most. ends: as in `success_curve`."""
+    return [
+        Point(ends[i - 1], *mean_interval(values[max(0, i - RECENT) : i])) for i in thinned(range(1, len(values) + 1))
+    ]
 
 
 def thinned(values: Sequence[T], most: int = POINTS) -> list[T]:
