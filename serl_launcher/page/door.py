@@ -71,7 +71,7 @@ def knock(connection: ServerConnection, request: Request) -> Response | None:
     if path not in FILES:
         return answered(http.HTTPStatus.NOT_FOUND, b"there is no such page")
     file, kind = FILES[path]
-    return answered(http.HTTPStatus.OK, resources.files(__package__).joinpath(file).read_bytes(), kind)
+    return answered(http.HTTPStatus.OK, resources.files("serl_launcher.page").joinpath(file).read_bytes(), kind)
 
 
 def answered(status: http.HTTPStatus, body: bytes, kind: str = "text/plain") -> Response:

@@ -145,14 +145,14 @@ class RunFolder:
             return EMPTY, "No learner runs. What is shown is what it left"
         self._link = self._link or Connection(self.local, m.Hello(m.PROTOCOL, "viewer", "page"))
         try:
-            report: Any = self._link.call(m.Status(), ANSWER_S).report
+            status: Any = self._link.call(m.Status(), ANSWER_S)
             while self._link.receive() is not None:  # what came unasked
                 pass
         except RetakeError as error:
             self._link.close()
             self._link = None
             return EMPTY, f"The learner does not answer: {error}"
-        return report, ""
+        return status.report, ""
 
     def _store(self) -> tuple[Index, Images] | tuple[None, None]:
         """Return the run's index and images; opened anew where the server has made, or left, another file."""

@@ -1,6 +1,5 @@
 """Carries out what a person orders: verdicts on episodes, and commands to the plan. Each one is acknowledged."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +44,16 @@ def carry_out(run_dir: Path, local: str, order: str, about: str, actor: str = ""
 def say(local: str, word: str, actor: str, about: str) -> str:
     """Say a word to an actor, and return what acknowledges it: the actor itself. about: as a Command's argument."""
     with Connection(local, m.Hello(m.PROTOCOL, "viewer", "page")) as link:
-        number = link.call(m.Command(word, about, actor=actor), ANSWER_S).value
-        end, heard, late = clock.monotonic() + HEARD_S, "", ""
-        while heard != str(number) and clock.monotonic() < end:
+        done: Any = link.call(m.Command(word, about, actor=actor), ANSWER_S)
+        number, end, heard, late = str(done.value), clock.monotonic() + HEARD_S, "", ""
+        while heard != number and clock.monotonic() < end:
             clock.sleep(0.1)
-            clients: list[Mapping[str, Any]] = link.call(m.Status(), ANSWER_S).report["clients"]
+            status: Any = link.call(m.Status(), ANSWER_S)
+            clients = status.report["clients"]
             said = (str(each.get("heard", "")) for each in clients if (each["role"], each["actor"]) == ("actor", actor))
             heard, _, late = next(said, "").partition(" ")
         link.send(m.Bye())
-    if heard != str(number):
+    if heard != number:
         raise Timeout(f"{word} may be lost, {actor} has not acknowledged it: look before you repeat it")
     if late:
         raise Refused(f"nothing was done: what you saw of {actor} is over")
@@ -68,16 +68,16 @@ def verdict_on(episode: str, word: str) -> Outcome:
 def command(local: str, order: str, phase: str) -> str:
     """Give a command to the plan, and return what acknowledges it."""
     with Connection(local, m.Hello(m.PROTOCOL, "viewer", "page")) as link:
-        report: Mapping[str, Any] = link.call(m.Status(), ANSWER_S).report
-        if (now := report["directive"].get("phase", "")) != phase:
+        status: Any = link.call(m.Status(), ANSWER_S)
+        if (now := status.report["directive"].get("phase", "")) != phase:
             raise Refused(f"nothing was done: the run is in the phase {now or 'before the first one'!r} now")
         try:
-            number = link.call(m.Command(COMMANDS[order]), ANSWER_S).value
+            done: Any = link.call(m.Command(COMMANDS[order]), ANSWER_S)
         except (Timeout, Disconnected) as error:
             raise Timeout(f"{order} may be lost, nobody acknowledged it ({error}): look before you repeat it") from None
         finally:
             link.send(m.Bye())
-    return f"{order}: the learner has taken it as order {number}"
+    return f"{order}: the learner has taken it as order {done.value}"
 
 
 def label(address: str, outbox: Path, outcome: Outcome, *, name: str = NAME, key: Path | None = None) -> None:

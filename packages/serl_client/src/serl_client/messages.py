@@ -240,9 +240,8 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Carries an operator's command to the plan: next, hold, resume, goto, stop; or to one `actor`: WORDS, passed on
-    once, with the number of the answer, Done, as `request`. The actor's reports tell in `heard` whether it was taken.
-    argument: the phase of goto, the episode of a verdict; for ready the question, by the number in the reports."""
+    """Carries an operator's command to the plan: next, hold, resume, goto, stop. With `actor` it is one of WORDS, which
+    that actor gets with the number of Done as `request`, and reports as `heard`: docs/protocol.md. Answered by Done."""
 
     name: str
     argument: str = ""
@@ -382,7 +381,8 @@ def records(*data: wire.Buffer) -> Iterator[tuple[int, QueuedRecord]]:
 
 def _record(header: dict[str, Any], arrays: dict[str, Array]) -> QueuedRecord:
     if "reason" in header or "judged_by" in header:
-        return _typed(LostRecord(**header) if "reason" in header else Outcome(**header))
+        kind: Any = LostRecord if "reason" in header else Outcome
+        return _typed(kind(**header))
     if not all(array.ndim for array in arrays.values()):
         raise ValueError("each array of a segment is [T, ...]")
     stamp = _typed(Stamp(*header.pop("stamp")))
