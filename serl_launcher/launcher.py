@@ -39,7 +39,7 @@ from serl_launcher.sharing import check_user, group_of, take_over
 from serl_launcher.store.creation import capacities_there, run_of
 from serl_launcher.store.extras import ANY, with_extras
 from serl_launcher.store.files import make_folder
-from serl_launcher.supervisor import LEARNING, REFUSED, Supervisor, begun_file, killed_with_parent
+from serl_launcher.supervisor import BESIDE, LEARNING, REFUSED, Supervisor, begun_file, killed_with_parent
 from serl_launcher.training import metrics
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of
@@ -92,7 +92,8 @@ def launch(config: DictConfig, words: Sequence[str] = ()) -> int:
         take_over(run_dir, config.share, is_learner=True)
         begun.save(config, run_dir / "config.yaml", words)
         log.info("in %s: %s", run_dir, " ".join(config.remembered))
-        first = ["server", *children, *([] if "importer" in children else LEARNING)]
+        shown = ["page"] * (config.page is not None)
+        first = ["server", *shown, *children, *([] if "importer" in children else LEARNING)]
         local = f"ipc://{sockets / SERVER}"
         status = Supervisor(run_dir, local, first, archives=bool(plan.archived), export_s=FINISH_S).run()
     report(run_dir)
@@ -198,8 +199,9 @@ def writable(folder: Path) -> Path:
 def check_ports(config: DictConfig) -> None:
     """Raise ConfigError for a port that another program has, or that is said twice."""
     taken: dict[int, str] = {}
-    for name in ("port", "inference_port", "bridge.port", "live"):
-        host, port = config.bridge.host if name == "bridge.port" else config.host, OmegaConf.select(config, name)
+    hosts = {"bridge.port": config.bridge.host, "page": "127.0.0.1"}
+    for name in ("port", "inference_port", "live", *hosts):
+        host, port = hosts.get(name, config.host), OmegaConf.select(config, name)
         if port is None:
             continue
         if (other := taken.setdefault(port, name)) != name:
@@ -234,7 +236,7 @@ def _check_original(run_dir: Path, sockets: Path) -> None:
 
 CHILDREN = {  # process: the module below serl_launcher that has its `main`; only that process imports it
     "server": "service.server", "importer": "datasets.importer", "trainer": "training.trainer",
-    "inference": "acting.server", "export": "datasets.export",
+    "inference": "acting.server", "export": "datasets.export", "page": "page.server",
 }  # fmt: skip
 
 
@@ -253,7 +255,7 @@ def child(name: str, run_dir: str, local: str) -> int:
     except Exception as error:
         status, reason = _failed(name, Path(run_dir), local, error)
         sys.stderr.write(cleaned(f"{name}: {reason}", "\n") + "\n" if reason else "")  # rank 0 says what all refuse
-        if reason and name not in ("server", "export") and local and (status == REFUSED or name == "trainer"):
+        if reason and name not in ("server", *BESIDE) and local and (status == REFUSED or name == "trainer"):
             report_end(local, f"{name}: {reason}")
         return status
     return 0

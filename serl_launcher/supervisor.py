@@ -27,6 +27,7 @@ KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit statuses of a process that o
 REFUSED = 2  # exit status of a process that said in one sentence why it cannot run: another start does not help
 SERVER_BYTES = 40 << 30  # of the server at most: each of 512 connections may announce a frame of 64 MiB
 LEARNING = ("trainer", "inference")  # they start when the importer, where there is one, has ended
+BESIDE = ("export", "page")  # a run goes on without them, whatever they refuse
 RANKED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # a rank's own launcher sets them; a cluster's values must not reach us
 GIVING_UP = (
     "%s ended %s: giving up, the log above says why. Nothing that was stored is lost: mend that, and give the "
@@ -36,6 +37,7 @@ GOING_ON = "%s ended %s: the run goes on, the log above says why. %s"
 WITHOUT = {  # process that a run can live without: what becomes of its work
     "importer": "What is not imported yet comes with the next start of the same command",
     "export": "`tools/data.py export` writes what is in no dataset yet",
+    "page": "`tools/page.py` shows the run meanwhile",
 }
 WAITED_FOR = "It is started again every minute. Actors whose source is full wait for it, and say so"
 AGAIN_S = 60.0  # seconds between two starts of an export process that an archived source waits for
@@ -109,7 +111,7 @@ class Supervisor:
         """Go on after a process has ended; return the exit status if the run is over with it."""
         if name == "importer" and status == 0:
             self._leave_out(name)
-        elif name == "trainer" or (status == REFUSED and name != "export"):
+        elif name == "trainer" or (status == REFUSED and name not in BESIDE):
             return 1 if status else 0
         elif name in self._start_at:
             if time.monotonic() >= self._start_at[name]:
@@ -195,7 +197,7 @@ class Supervisor:
         if (child := self._children.get("export")) is not None:
             child.kill()  # whenever it dies, there are only whole shards
             child.wait()
-        for name in (*LEARNING, "importer", "server"):
+        for name in ("page", *LEARNING, "importer", "server"):
             child = self._children.get(name)
             if child is not None and child.poll() is None:
                 child.terminate()

@@ -15,24 +15,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from serl_client.client import TrainerClient
-from serl_client.connection import Connection
-from serl_client.episode import Outcome
-from serl_client.errors import ConfigError, Refused, Timeout, TrainerError
-from serl_client.keys import Key, known_as
-from serl_client.messages import PROTOCOL, Bye, Hello
+from serl_client.errors import ConfigError, TrainerError
 from serl_client.names import cleaned
+from serl_client.person import VERDICTS
 from serl_client.reach import explained
-from serl_client.runner import VERDICTS
-from serl_client.spec import Spec
 
 from serl_launcher.config import address_of
 from serl_launcher.error_log import in_one_sentence
+from serl_launcher.page.orders import NAME, label, verdict_on
 from serl_launcher.sharing import is_shared, keep_private
 from serl_launcher.store.index import Index
 
-NAME = "operator"
-PATIENCE = 15.0  # seconds
 NEWEST = 20  # episodes that are listed
 MANY = 1000  # among which a misspelt name is looked for
 ENDS = {True: "success", False: "failure", None: "not judged"}
@@ -56,7 +49,7 @@ def main() -> None:
     address = address_of(options.run_dir, options.ip, options.port)
     try:
         keep_private(is_shared(options.run_dir))
-        outcome = Outcome(options.episode, VERDICTS[options.verdict], options.verdict == "discard", judged_by=NAME)
+        outcome = verdict_on(options.episode, options.verdict)
         look_up(options.run_dir, options.episode)
         outbox = options.run_dir / "actors" / NAME / "outbox"
         label(address, outbox, outcome, key=options.key)
@@ -89,21 +82,6 @@ def look_up(run_dir: Path, episode: str) -> None:
     raise ConfigError(
         f"there is no episode {episode!r} in {run_dir}; {hint} tools/label.py --run-dir {run_dir} lists them"
     )
-
-
-def label(address: str, outbox: Path, outcome: Outcome, key: Path | None = None) -> None:
-    """Deliver an outcome; returns when it is durable. Raises TrainerError when that cannot be, or not in time."""
-    opened = Key.read(key) if key else None
-    name = known_as(opened, NAME)
-    with Connection(address, Hello(PROTOCOL, "viewer", name), opened) as link:
-        spec = link.hello(PATIENCE).spec
-        link.send(Bye())
-    if spec is None:
-        raise Refused("no actor has come to this run yet: there is no episode")
-    with TrainerClient(address, actor=name, spec=Spec.from_dict(spec), outbox=outbox, key=key) as client:
-        client.push(outcome)
-        if not client.drain(PATIENCE):
-            raise Timeout(f"the learner did not acknowledge it: it lies in {outbox}, and goes with the next label")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Server:
             self.keeper, self.peers, self.access.connections, self.intake, self.updates, self.failures,
             inference=inference, extras=extras or {}, history=history, unread=unread,
         )  # fmt: skip
-        self._stopping, self._started = False, clock.monotonic()
+        self._stopping, self._started, self._passed_on = False, clock.monotonic(), 0
         self._handlers: dict[type, Callable[[Peer, Any], m.Message | None]] = {
             m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
             m.Direct: self._direct, m.StepLimit: self._allow, m.Publish: self._publish, m.Sync: self._sync,
@@ -241,9 +241,24 @@ class Server:
         return m.Done(0)
 
     def _command(self, peer: Peer, command: m.Command) -> m.Message:
-        check_names("a command", command.name, command.argument, error=Refused)
-        log.info("%s says %s %s", peer.hello.actor, command.name, command.argument)
+        check_names("a command", command.name, command.argument, command.actor, error=Refused)
+        log.info("%s says %s %s %s", peer.hello.actor, command.name, command.argument, command.actor)
+        if command.actor:
+            return m.Done(self._pass_on(command))
         return m.Done(self.keeper.ready.command(command.name, command.argument, peer.hello.actor))
+
+    def _pass_on(self, command: m.Command) -> int:
+        """Send a command to its actor, once; return its number, which no earlier one has had."""
+        if command.name not in m.WORDS:
+            raise Refused(f"an actor is told one of {', '.join(m.WORDS)}")
+        actors = [other for other in self.peers.values() if other.hello.role == "actor"]
+        mine = [other for other in actors if other.hello.actor == command.actor]
+        if not mine:
+            raise Refused(f"no actor {command.actor} is connected")
+        self._passed_on = max(self._passed_on + 1, int(1000 * clock.time()))  # also later than before a restart
+        if not max(mine, key=lambda other: other.seen).send(replace(command, request=self._passed_on)):
+            raise ServerFailed(f"{command.actor} does not read what it is told")
+        return self._passed_on
 
     def _status(self, peer: Peer, _: m.Status) -> m.Message:
         now, room, clients = clock.monotonic(), STATUS_COST, []

@@ -51,12 +51,17 @@ def socket_folder() -> Iterator[Path]:
 
 def other_runs(own: Path) -> Iterator[Path]:
     """Yield the run folders of our user's other learners that live on this machine. own: our folder of sockets."""
-    for folder in (folder for place in _places() for folder in place.glob(f"{PREFIX}*") if folder != own):
+    return (run_dir for folder, run_dir in learners() if folder != own)
+
+
+def learners() -> Iterator[tuple[Path, Path]]:
+    """Yield (folder of sockets, run folder) of each learner of our user that lives on this machine."""
+    for folder in (folder for place in _places() for folder in place.glob(f"{PREFIX}*")):
         with suppress(OSError), _private(folder) as descriptor:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                yield Path((folder / RUN_DIR).read_text())
+                yield folder, Path((folder / RUN_DIR).read_text())
 
 
 def _places() -> list[Path]:

@@ -275,8 +275,7 @@ class Learner:
         self.director.pace(None if self._is_starved and limit is not None and made >= limit else limit)
         if self.monitor.is_due():
             self.server.presence.look(phase, made)
-            self._show(phase)
-            self.server.link.send(m.Heartbeat({"waits_for": self._waits_for()[:LONGEST]}))
+            self.server.link.send(m.Heartbeat(self._show(phase)))
             self.server.link.send(m.Status())  # its answer tells of the person's time
         self.publisher.turn()
         self.keeper.turn(self.state.updates, self._state)
@@ -354,11 +353,13 @@ class Learner:
         lacks_data = "data" if self._is_starved else "nothing"
         return self.server.presence.lack or self.state.waits_for(self._progress()) or lacks_data
 
-    def _show(self, phase: Phase | None) -> None:
+    def _show(self, phase: Phase | None) -> dict[str, str]:
+        """Write metrics and console, and return the report for the heartbeat."""
         waits_for = self._waits_for()
+        left = self._forecast.look(self.state, self._progress(), waits_for)
         self.monitor.show(
             phase, updates=self.state.updates, refused=self._tracer.look(self.state.updates),
-            mode=self.director.body.get("mode"), wall_s=self.wall_s, waits_for=waits_for,
-            left=self._forecast.look(self.state, self._progress(), waits_for),
+            mode=self.director.body.get("mode"), wall_s=self.wall_s, waits_for=waits_for, left=left,
             version=self.publisher.version.get("version", 0), actors=str(self.server.presence),
         )  # fmt: skip
+        return {"waits_for": waits_for[:LONGEST], "left": left}

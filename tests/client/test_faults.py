@@ -4,6 +4,7 @@ import pytest
 from serl_client import Outcome
 from serl_client.errors import ConfigError, RobotFault
 from serl_client.faults import Faults
+from serl_client.messages import Command
 from serl_client.status import ActorStatus
 
 from tests.shared.actors import STATE, CountingEnv, FakeClient, Keys, WaitingClient, run
@@ -155,6 +156,36 @@ def test_after_a_fault_nothing_moves_until_the_person_is_ready_and_then_it_goes_
     assert set(between) == {"stop", "recover"}
     assert between.count("recover") == 2  # the first ready came while the button was pressed
     assert client.lengths == [1, 13]
+
+
+def told(client, number, name, argument):
+    """Let the client hear a command of an operator elsewhere; argument: gives it then."""
+    return lambda: client.said.append(Command(name, argument(), number, client.actor))
+
+
+def test_ready_from_elsewhere_counts_for_the_question_that_is_asked_now(client, spec):
+    env, status, heard = Failing(spec, fails_in=[2]), ActorStatus(), []
+    client.script = {
+        "wait 3": told(client, 1, "ready", lambda: str(status.question - 1)), "wait 6": told(client, 2, "dance", str),
+        "wait 9": told(client, 3, "success", lambda: "another"), "wait 12": told(client, 4, "ready", str),
+        "wait 15": told(client, 5, "ready", lambda: str(status.question)),
+        **{f"wait {n}": lambda: heard.append((status.driver, status.heard)) for n in (5, 8, 11, 14)},
+    }  # fmt: skip
+    run(env, client, operator=Keys({}), status=status)
+    assert heard == [("FAULT", f"{number} late") for number in (1, 2, 3, 4)]
+    assert (client.lengths, status.heard) == ([1, 13], "5")
+
+
+def test_a_verdict_from_elsewhere_ends_the_episode_that_it_names_and_a_pause_holds_the_robot(client, spec):
+    env, status, drivers = CountingEnv(spec), ActorStatus(), []
+    client.script = {
+        1: told(client, 1, "success", lambda: status.episode), "wait 4": told(client, 3, "resume", str),
+        3: told(client, 2, "pause", str), "wait 2": lambda: drivers.append(status.driver),
+    }  # fmt: skip
+    run(env, client, status=status)
+    assert client.outcomes[0] == Outcome(client.episodes[0].episode, True, judged_by="operator")
+    assert client.lengths[0] < client.lengths[1] == 13
+    assert (drivers, status.heard, client.commands) == (["PAUSED"], "3", [])
 
 
 def test_the_seconds_until_a_person_says_ready_are_counted(spec, clock):

@@ -42,6 +42,7 @@ FORBIDDEN = {  # folder: what it never imports
     "serl_launcher.training": rooms("datasets", "acting", "report"),
     "serl_launcher.report": ("torch", *rooms("service", "acting", "optim", "types"), *MODELS),
     "serl_launcher.acting": rooms("replay", "datasets"),
+    "serl_launcher.page": ("torch", *rooms("datasets", "acting", "optim", "types", "launcher"), *MODELS),
     "serl_launcher.config": (*NO_TORCH, *rooms("store", "service")),
     "serl_launcher.optim": (*rooms("store", "service", "replay", "datasets", "training", "acting"), *MODELS),
     "serl_launcher.service.link": ("serl_launcher.store",),
@@ -59,7 +60,7 @@ DRIVER = "robot_infra.drivers.owner", "pkgutil.resolve_name(driver)"  # from a y
 WIRED = (  # what handles messages of others: it looks up no attribute whose name is no constant
     "serl_client", "serl_launcher.store", "serl_launcher.service", "serl_launcher.acting.host",
     "serl_launcher.acting.local", "serl_launcher.acting.server", "serl_launcher.acting.bridge",
-    "serl_launcher.acting.openpi",
+    "serl_launcher.acting.openpi", "serl_launcher.page",
 )  # fmt: skip
 NAMED = {  # but for these, whose names are those of our own fields
     ("serl_client.messages", "getattr(message, name)"), ("serl_client.messages", "getattr(record, name)"),

@@ -94,6 +94,8 @@ def family(tmp_path, monkeypatch):
         ("export", supervisor.REFUSED, False, []),
         ("export", 1, True, ["export"] * 6),  # three at once, and then each minute
         ("export", supervisor.REFUSED, True, ["export"] * 3),
+        ("page", -9, False, ["page"] * 3),
+        ("page", supervisor.REFUSED, False, []),
         ("importer", -11, False, ["importer"] * 3 + ["trainer", "inference"]),
     ],
 )

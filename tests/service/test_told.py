@@ -143,3 +143,25 @@ def test_names_of_actors_are_counted_too(serving, keys, spec, act, monkeypatch):
             pytest.raises(Refused, match=says) if says else nullcontext(),
         ):
             actor.link.hello(PATIENCE)
+
+
+def test_what_an_operator_says_to_an_actor_reaches_that_one_once_with_the_number_of_the_answer(serving, act):
+    server = serving()
+    left, right = act(server, "left"), act(server, "right", session="b" * 32, outbox="right")
+
+    def commands(actor):
+        while (message := actor.link.receive()) is not None:
+            if isinstance(message, m.Command):
+                yield message
+
+    with server.link("viewer", "screen") as link:
+        numbers = [link.call(m.Command("ready", "7", actor="left"), PATIENCE).value for _ in range(2)]
+        for name, actor, says in (("ready", "none", "no actor none is connected"), ("goto", "left", "is told one of")):
+            with pytest.raises(Refused, match=says):
+                link.call(m.Command(name, actor=actor), PATIENCE)
+    came = []
+    until(lambda: came.extend(commands(left)) or len(came) == 2)
+    assert came == [m.Command("ready", "7", number, "left") for number in numbers]
+    assert numbers[0] < numbers[1]
+    assert [*commands(right)] == []
+    assert server.server.keeper.ready.index.commands(0) == []  # none of them is for the plan

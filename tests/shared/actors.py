@@ -68,7 +68,7 @@ class FakeClient:
 
     def __init__(self, spec, mode="collect", **directive):
         self.spec, self.waited, self.state = spec, 0, SimpleNamespace(step_limit=None, ordinal=3)
-        self.records, self.commands, self.script = [], [], {}
+        self.records, self.commands, self.script, self.said = [], [], {}, []
         self.direct(mode, **directive)
 
     def direct(self, mode, number=1, **directive):
@@ -96,6 +96,10 @@ class FakeClient:
 
     def command(self, name, argument=""):
         self.commands.append(name)
+
+    def words(self):
+        while self.said:
+            yield self.said.pop(0)
 
     def drain(self, timeout):
         return self.drained

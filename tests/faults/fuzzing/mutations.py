@@ -79,7 +79,8 @@ def _messages() -> list[m.Message]:
         m.WeightsChunk("a" * 64, 1, "b" * 32, {"data": data}), m.Direct(directive, None), m.StepLimit(1, None),
         m.Publish("a" * 64, 3, 4), m.Over("no memory"), m.SetAside("e0", "why"),
         m.Archived([1, 2]), m.Sync(0, 0), m.Synced(1, [[1] * 19], [[1, "next", ""]], ["arm"], False),
-        m.Command("goto", "practise"), m.Status({"run": "r"}), m.Done(1), m.Failed("Refused", "no"),
+        m.Command("goto", "practise"), m.Command("ready", "1", actor="arm"), m.Status({"run": "r"}), m.Done(1),
+        m.Failed("Refused", "no"),
     ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import os
 import select
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -135,6 +135,11 @@ class TrainerClient(Closing):
             self._network.ended = self.state.directive["number"], name
         self._network.commands.append(Command(name, argument))
         self._network.wake()
+
+    def words(self) -> Iterator[Command]:
+        """Yield what operators elsewhere have said to this actor since the last call."""
+        while self._network.words:
+            yield self._network.words.popleft()
 
     @property
     def over(self) -> str:

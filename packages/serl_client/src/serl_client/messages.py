@@ -17,8 +17,9 @@ from serl_client.errors import MessageError, VersionMismatch
 from serl_client.names import check_names, cleaned
 from serl_client.spec import Array
 
-PROTOCOL = (15, 15)  # the oldest and the newest version spoken here
+PROTOCOL = (16, 16)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
+WORDS = ("ready", "pause", "resume", "success", "failure", "discard")  # of a Command to an actor
 MAX_EARLIER = 64  # sessions that a Hello names besides its own
 
 
@@ -239,11 +240,13 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Carries an operator's command to the plan: next, hold, resume, goto, stop. Answered by Done."""
+    """Carries an operator's command to the plan: next, hold, resume, goto, stop. With `actor` it is one of WORDS, which
+    that actor gets with the number of Done as `request`, and reports as `heard`: docs/protocol.md. Answered by Done."""
 
     name: str
     argument: str = ""
     request: int = 0
+    actor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +293,6 @@ def _check_size(kind: type, frames: Sequence[wire.Buffer]) -> None:
 
 
 _BY_NAME = {kind.__name__: kind for kind in TYPES}
-_HAS_ARRAYS = {kind: "arrays" in kind.__dataclass_fields__ for kind in TYPES}
 
 
 def _plain(annotation: Any) -> tuple[type, ...]:
@@ -333,7 +335,7 @@ def decode(frames: Sequence[wire.Buffer]) -> Message:
         if type(header[name]) not in allowed:
             expected = " or ".join(each.__name__ for each in allowed)
             raise MessageError(f"{name} of a {kind.__name__} should be of type {expected}")
-    if _HAS_ARRAYS[kind]:
+    if "arrays" in kind.__dataclass_fields__:
         header["arrays"] = arrays
     elif arrays:
         raise MessageError(f"a {kind.__name__} carries no arrays")
@@ -342,11 +344,10 @@ def decode(frames: Sequence[wire.Buffer]) -> Message:
 
 def _check_version(hello: dict[str, Any]) -> None:
     """Raise VersionMismatch for a Hello of another version: what it holds besides its protocol is unknown here."""
-    match hello.get("protocol"):
-        case [int(low), int(high)] if not isinstance(low, bool) and not isinstance(high, bool):
-            pass
-        case _:
-            raise MessageError("the protocol of a Hello is the oldest and the newest version that its sender speaks")
+    said = hello.get("protocol")
+    if not isinstance(said, list) or [type(number) for number in said] != [int, int]:
+        raise MessageError("the protocol of a Hello is the oldest and the newest version that its sender speaks")
+    low, high = said
     strange = sorted(map(str, hello.keys() ^ FIELDS[Hello].keys()))
     if high < PROTOCOL[0] or low > PROTOCOL[1] or strange:
         fields = f" (and differ in the fields {', '.join(strange)[:200]} of a Hello)" if strange else ""
@@ -379,10 +380,9 @@ def records(*data: wire.Buffer) -> Iterator[tuple[int, QueuedRecord]]:
 
 
 def _record(header: dict[str, Any], arrays: dict[str, Array]) -> QueuedRecord:
-    if "reason" in header:
-        return _typed(LostRecord(**header))
-    if "judged_by" in header:
-        return _typed(Outcome(**header))
+    if "reason" in header or "judged_by" in header:
+        kind: Any = LostRecord if "reason" in header else Outcome
+        return _typed(kind(**header))
     if not all(array.ndim for array in arrays.values()):
         raise ValueError("each array of a segment is [T, ...]")
     stamp = _typed(Stamp(*header.pop("stamp")))

@@ -86,6 +86,7 @@ class Network(threading.Thread):
         self.questions: deque[tuple[int, m.InferenceRequest]] = deque(maxlen=1)  # (number, question): the latest wins
         self.answers: deque[tuple[int, Answer]] = deque(maxlen=1)
         self.commands: deque[m.Command] = deque()
+        self.words: deque[m.Command] = deque(maxlen=16)  # what operators elsewhere have said to this actor
         self.ended = -1, ""  # number of a directive that the operator has ended, and by which command
         is_certain = key is not None or is_local(address)  # that nobody but the learner sends us weights
         self.weights = WeightsFolder(weights_folder, verify=not is_certain) if weights_folder else None
@@ -107,6 +108,7 @@ class Network(threading.Thread):
             m.Welcome: self._welcomed, m.StateUpdate: self._noticed, m.Ack: self._acknowledged,
             m.InferenceResponse: self._answered,
             m.WeightsChunk: self._weights_came, m.Done: self._done, m.Failed: self._failed,
+            m.Command: self._heard,
         }  # fmt: skip
 
     def wake(self) -> None:
@@ -359,6 +361,10 @@ class Network(threading.Thread):
         if done.request and done.request == self._commanded:
             log.info("the learner has taken %s as number %d", self.commands.popleft().name, done.value)
             self._commanded = 0
+
+    def _heard(self, word: m.Command) -> None:
+        self.words.append(word)
+        self._tell()
 
     def _failed(self, failed: m.Failed) -> None:
         if failed.final:

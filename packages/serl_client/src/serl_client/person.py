@@ -4,6 +4,7 @@ from typing import Protocol
 
 from serl_client.client import TrainerClient
 from serl_client.episode import Outcome
+from serl_client.messages import Command
 from serl_client.status import ActorStatus, SuccessCounter
 
 VERDICTS = {"success": True, "failure": False, "discard": None}
@@ -41,7 +42,7 @@ class Person:
         self.demonstrates = operator is not None and self.is_there and operator.demonstrates
         self.is_paused = self.is_ready = self.has_moved = False
         self.verdict = ""
-        self._operator, self._client = operator, client
+        self._operator, self._client, self._status = operator, client, status
         self._latest = ""  # the episode that ended last: a verdict between two episodes is about it
         self._successes = SuccessCounter(status)
 
@@ -60,10 +61,25 @@ class Person:
                 self.verdict = event
             elif event != self._client.over:  # said twice before the learner has heard it, next would skip a phase
                 self._client.command(event)
+        for word in self._client.words():
+            self._status.heard = f"{word.request}{'' if self._takes(word) else ' late'}"
+
+    def _takes(self, word: Command) -> bool:
+        """Do what an operator says from elsewhere; return False if it is about something that is over."""
+        if word.name in ("pause", "resume"):
+            self.is_paused = word.name == "pause"
+        elif word.name == "ready" and word.argument == str(self._status.question):
+            self.is_ready = True
+        elif word.name in VERDICTS and word.argument == self._status.episode:
+            self.verdict = word.name
+        else:
+            return False
+        return True
 
     def ask(self) -> None:
         """Forget what was said and moved before this question, also what nobody has read yet."""
         self.listen()
+        self._status.question += 1
         self.is_ready = self.has_moved = False
 
     def pronounce(self, episode: str, success: bool | None) -> None:

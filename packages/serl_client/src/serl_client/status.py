@@ -34,6 +34,8 @@ class ActorStatus:
     assisted: str = "0/0"  # the operator took over
     unassisted: str = "0/0"  # the policy drove every step
     warning: str = ""
+    question: int = 0  # number of the latest question to a person; `ready` from elsewhere names it
+    heard: str = ""  # number of the latest Command to this actor, and `late` if it was about something that is over
 
     def warn(self, text: str) -> None:
         """Show `text` as the latest warning, until `calm`, and log it."""

@@ -1,0 +1,273 @@
+"""Reads what the page shows: the facts of the run's folder, images of its store, and the server's status.
+
+Used by one thread.
+"""
+
+import math
+import sqlite3
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from serl_client import clock
+from serl_client import messages as m
+from serl_client.connection import Connection
+from serl_client.errors import ConfigError, RetakeError
+from serl_client.way_home import BEGIN
+
+from serl_launcher.page.images import Images
+from serl_launcher.store.aside import is_aside, reason_of
+from serl_launcher.store.index import Index
+from serl_launcher.store.schema import Episode
+from serl_launcher.training.facts import NOW, Facts, PhaseFacts, RunReader
+from serl_launcher.training.plan import parse
+from serl_launcher.training.tallies import RECENT, Share
+
+ANSWER_S = 2.0  # seconds that the server may take for its status
+FRAME_S = 0.1  # seconds that an image is shown at least, whoever asks for it
+FACTS_S = 5.0  # the same of the run's facts
+LISTED = 200  # newest episodes
+LOSSES = 3  # curves of losses
+DRIVERS = {  # who drives an actor, the most urgent first: what a person should know
+    "FAULT": "The robot holds after a fault. Look at it, then press Ready: it goes home and on",
+    "RESET": "Set up the scene, then press Ready: the robot moves",
+    BEGIN: "It waits for your demonstration: Ready, or the first motion of a device, begins it",
+    "PAUSED": "A person has paused it: Resume goes on",
+    "WAITING": "No action has come: the robot holds still until one does",
+    "HUMAN": "A person drives",
+    "POLICY": "The policy drives: keep clear of the robot",
+    "HOMING": "It moves to its start: keep clear of the robot",
+    "IDLE": "It does nothing now",
+}
+SHOWN = {"RESET": "WAITING", BEGIN: "WAITING", "HOMING": "POLICY"}  # a driver: its word on the banner
+HELD = "the operator: held"  # what the trainer waits for then
+EMPTY: Mapping[str, Any] = {
+    "directive": {}, "weights": {}, "clients": [], "sources": {}, "degraded": "", "full": [], "missing": {},
+}  # fmt: skip
+
+
+class RunFolder:
+    """Reads one run. local: the server's own address; empty: no learner runs."""
+
+    def __init__(self, run_dir: Path, local: str) -> None:
+        self.run_dir, self.local = run_dir, local
+        self._link: Connection | None = None
+        self._reader = RunReader(run_dir)
+        self._facts: tuple[float, Facts] | None = None
+        self._opened: tuple[Any, Index, Images] | None = None
+        self._frames: dict[tuple[str, str], tuple[float, bytes | None]] = {}
+
+    def close(self) -> None:
+        """Let go of server and store: nobody looks any more."""
+        if self._link is not None:
+            self._link.send(m.Bye())
+            self._link.close()
+        if self._opened is not None:
+            self._opened[1].close()
+        self._link = self._opened = None
+        self._frames.clear()
+
+    # -- what is shown
+    def state(self) -> dict[str, Any]:
+        """Return all that changes from second to second, as plain data."""
+        facts, (report, trouble) = self._look(), self._status()
+        index, images = self._store()
+        newest = {each.actor: each for each in reversed(index.latest(LISTED))} if index else {}
+        trainer: Mapping[str, Any] = next((c for c in report["clients"] if c["actor"] == "trainer"), {})
+        actors = [
+            _actor(client, newest.get(client["actor"]), images)
+            for client in sorted(report["clients"], key=lambda each: each["actor"])
+            if client["role"] == "actor" and client["actor"] != "page"
+        ]
+        return {
+            "run": self.run_dir.name, "banner": _banner(report, trainer, actors, trouble), "actors": actors,
+            "phase": report["directive"].get("phase", ""), "numbers": _numbers(facts),
+            "plan": [_step(phase, str(trainer.get("left", ""))) for phase in facts.phases],
+            "warnings": [*_warnings(report, actors), *facts.warnings], "alive": not trouble,
+            "held": trainer.get("waits_for") == HELD,
+        }  # fmt: skip
+
+    def curves(self) -> list[dict[str, Any]]:
+        """Return [{name, unit, over, text, points: [[x, y], ...] or [[x, y, low, high], ...]}] since the run began."""
+        made, recent = self._look().curves, f"of the last {RECENT} episodes, with its 95 % interval."
+        curves = [
+            _curve("success alone", "%", "steps", made.success, f"Share of successes without help {recent}"),
+            _curve("return", "", "steps", made.returns, f"Mean sum of an episode's rewards {recent}"),
+            _curve("driven by a person", "%", "steps", made.interventions, f"Share of steps a person drove {recent}"),
+            _curve("updates", "/s", "updates", made.losses.get("rate", ()), "Training updates per second."),
+        ]
+        for name in [name for name in made.losses if "loss" in name][:LOSSES]:
+            text = "What the training makes smaller: look at its direction, not at its value."
+            curves.append(_curve(name.replace("_", " "), "", "updates", made.losses[name], text))
+        return [curve for curve in curves if curve["points"]]
+
+    def episodes(self) -> list[dict[str, Any]]:
+        """Return the newest episodes, the newest first."""
+        index, images = self._store()
+        return [
+            {
+                "id": each.id, "actor": each.actor, "phase": each.phase, "steps": each.steps,
+                "closed": bool(each.closed), "return": round(each.reward, 3), "assisted": each.intervened > 0,
+                "verdict": _verdict(each), "by": each.judged_by, "aside": reason_of(each) if is_aside(each) else "",
+                "cameras": images.cameras[:1] if images else [],
+            }
+            for each in (index.latest(LISTED) if index else ())
+        ]  # fmt: skip
+
+    def has(self, episode: str) -> bool:
+        index, _ = self._store()
+        return index is not None and index.episode(episode) is not None
+
+    def image(self, episode: str, camera: str) -> bytes | None:
+        """Return the newest image of a camera in an episode, as a JPEG; the same one for FRAME_S seconds."""
+        made, frame = self._frames.get((episode, camera), (-FRAME_S, None))
+        if clock.monotonic() < made + FRAME_S:
+            return frame
+        index, images = self._store()
+        found = index.episode(episode) if index else None
+        frame = images.jpeg(found, camera) if images and found else None
+        while len(self._frames) > LISTED:
+            del self._frames[next(iter(self._frames))]
+        self._frames[episode, camera] = clock.monotonic(), frame
+        return frame
+
+    # -- where it comes from
+    def _look(self) -> Facts:
+        now = clock.monotonic()
+        if self._facts is None or now > self._facts[0] + FACTS_S:
+            facts = self._reader.look()
+            self._facts = clock.monotonic(), facts
+        return self._facts[1]
+
+    def _status(self) -> tuple[Mapping[str, Any], str]:
+        """Return the server's status, and why there is none: then it is an empty one."""
+        if not self.local:
+            return EMPTY, "No learner runs. What is shown is what it left"
+        self._link = self._link or Connection(self.local, m.Hello(m.PROTOCOL, "viewer", "page"))
+        try:
+            status: Any = self._link.call(m.Status(), ANSWER_S)
+            while self._link.receive() is not None:  # what came unasked
+                pass
+        except RetakeError as error:
+            self._link.close()
+            self._link = None
+            return EMPTY, f"The learner does not answer: {error}"
+        return status.report, ""
+
+    def _store(self) -> tuple[Index, Images] | tuple[None, None]:
+        """Return the run's index and images; opened anew where the server has made, or left, another file."""
+        path = self.run_dir / "store" / "index.sqlite"
+        try:
+            now = path.stat().st_ino, *(path.with_name(path.name + end).exists() for end in ("-wal", "-shm"))
+            if self._opened is None or self._opened[0] != now:
+                index = Index(path)
+                self._opened = now, index, Images(path.parent, index)
+        except (OSError, ConfigError, sqlite3.Error):  # it is not there yet, or its server repairs it
+            return None, None
+        return self._opened[1:]
+
+
+def _step(phase: PhaseFacts, left: str) -> dict[str, Any]:
+    """Return {name, when, text, share (0 to 1, or None), left} of a phase of the plan."""
+    made = {"env_steps": phase.env_steps, "episodes": phase.episodes}
+    shares = [
+        made[terms[0].name] / terms[0].bound
+        for text in phase.until
+        if len(terms := parse(text)) == 1 and terms[0].name in made and terms[0].bound and not terms[0].window
+    ]
+    is_now = phase.state == NOW
+    done = f"{phase.episodes:,} episodes, {phase.env_steps:,} steps so far; " if phase.episodes else ""
+    return {
+        "name": phase.name, "when": phase.state, "text": f"{done}ends with {' or '.join(phase.until)}",
+        "share": min(1.0, max(shares)) if shares and is_now else None, "left": left if is_now else "",
+    }  # fmt: skip
+
+
+def _actor(client: Mapping[str, Any], newest: Episode | None, images: Images | None) -> dict[str, Any]:
+    driver = str(client.get("driver", "IDLE"))
+    text = client.get("warning") or client.get("because") or DRIVERS.get(driver, driver)
+    cameras = images.cameras if images and newest else []
+    return {
+        "name": client["actor"], "driver": driver, "word": SHOWN.get(driver, driver), "text": str(text),
+        "warning": str(client.get("warning", "")), "rate": round(_counted(client, "rate"), 1), "cameras": cameras,
+        **{name: _counted(client, name) for name in ("steps", "late", "takeovers")},
+        "episode": newest.id if newest else "",
+        "closed": bool(newest.closed) if newest else True, "question": str(client.get("question", 0)),
+        "asks": driver in ("FAULT", "RESET", BEGIN), "drives": client.get("episode", ""),
+        "state": images.state(newest) if images and newest and not cameras else [],
+    }  # fmt: skip
+
+
+def _counted(client: Mapping[str, Any], name: str) -> float:
+    """Return a number of an actor's report; 0 where there is none, because an actor may report anything."""
+    value = client.get(name, 0)
+    return value if isinstance(value, int | float) and math.isfinite(value) else 0
+
+
+def _numbers(facts: Facts) -> list[dict[str, str]]:
+    """Return [{name, value, text}]: numbers with their units, and a sentence that explains each."""
+    told = f"of the last {RECENT} judged episodes; between the brackets its 95 % interval"
+    rate, version = facts.updates_per_s, facts.weights.get("version", 0)
+    held = sum(source.head - source.tail for source in facts.sources.values())
+    age = "" if facts.weights_age_s is None else f" · {_seconds(facts.weights_age_s)} old"
+    control = facts.control and f"{facts.control.rate:.1f} of {facts.control.fps:g} Hz"
+    mean = facts.recent.return_mean
+    numbers = {
+        "success alone": (_rate(facts.recent.alone), f"Episodes that the policy finished without help, {told}."),
+        "success with help": (_rate(facts.recent.assisted), f"Episodes in which a person took over, {told}."),
+        "return": ("-" if mean is None else f"{mean:.2f}", f"Mean sum of rewards of the last {RECENT} episodes."),
+        "episodes": (f"{facts.episodes:,}", "Finished episodes of this run, evaluations left out."),
+        "steps": (f"{facts.env_steps:,}", "Environment steps of this run, evaluations left out."),
+        "updates": (f"{facts.updates:,}" + (f" · {rate:,.0f}/s" if rate else ""), "Training updates made so far."),
+        "control": (control or "-", "Steps per second of the newest episode, and what they should be."),
+        "replay buffer": (f"{held:,} steps", "Steps that are stored, and may be trained on."),
+        "weights": (f"version {version}{age}", "The newest weights of the policy, which actors use."),
+        "free disk": (f"{facts.free_bytes / 1e9:,.1f} GB", "Room that is left where the run's folder lies."),
+    }
+    return [{"name": name, "value": value, "text": text} for name, (value, text) in numbers.items()]
+
+
+def _banner(
+    report: Mapping[str, Any], trainer: Mapping[str, Any], actors: list[dict[str, Any]], trouble: str
+) -> dict[str, str]:
+    """Return {word, text, who}: the most urgent that there is to say of the whole run."""
+    if trouble:
+        return {"word": "IDLE", "text": trouble, "who": ""}
+    if report["degraded"]:
+        return {"word": "FAULT", "text": f"Nothing is stored now: {report['degraded']}", "who": "learner"}
+    if trainer.get("waits_for") == HELD:
+        return {"word": "PAUSED", "text": "The run is paused: robots hold, nothing trains. Resume goes on", "who": ""}
+    urgent = [*DRIVERS]
+    first = min(actors, key=lambda a: urgent.index(a["driver"]) if a["driver"] in urgent else 0, default=None)
+    if first is None:
+        return {"word": "IDLE", "text": "No actor is connected: start one with run_actor.sh", "who": ""}
+    return {"word": first["word"], "text": first["text"], "who": first["name"]}
+
+
+def _warnings(report: Mapping[str, Any], actors: list[dict[str, Any]]) -> list[str]:
+    said = [f"Nothing is stored now: {report['degraded']}"] if report["degraded"] else []
+    said += [f"{each['name']}: {each['warning']}" for each in actors if each["warning"]]
+    said += [f"Actors wait: {why}" for why in report["full"]]
+    said += [f"{name}: nothing heard for {_seconds(seconds)}" for name, seconds in report["missing"].items()]
+    return said
+
+
+def _verdict(episode: Episode) -> str:
+    if episode.discard:
+        return "discard"
+    return "" if episode.success is None else "success" if episode.success else "failure"
+
+
+def _rate(share: Share) -> str:
+    low, high = share.interval
+    return f"{share} [{low:.0%}, {high:.0%}]" if share.episodes else "none yet"
+
+
+def _curve(name: str, unit: str, over: str, points: Sequence[Sequence[float]], text: str) -> dict[str, Any]:
+    scale = 100 if unit == "%" else 1  # of shares
+    kept = [[point[0], *(round(scale * float(number), 6) for number in point[1:])] for point in points]
+    return {"name": name, "unit": unit, "over": over, "text": text, "points": kept}
+
+
+def _seconds(value: float) -> str:
+    return f"{value / 3600:.1f} h" if value >= 3600 else f"{value / 60:.0f} min" if value >= 100 else f"{value:.0f} s"

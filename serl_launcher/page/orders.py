@@ -1,0 +1,95 @@
+"""Carries out what a person orders: verdicts on episodes, and commands to the plan. Each one is acknowledged."""
+
+from pathlib import Path
+from typing import Any
+
+from serl_client import clock
+from serl_client import messages as m
+from serl_client.client import TrainerClient
+from serl_client.connection import Connection
+from serl_client.episode import Outcome
+from serl_client.errors import Disconnected, Refused, Timeout
+from serl_client.keys import Key, known_as
+from serl_client.person import VERDICTS
+from serl_client.spec import Spec
+
+NAME = "operator"
+PATIENCE = 15.0  # seconds that a verdict may take
+ANSWER_S = 5.0  # seconds that the server may take for a command
+HEARD_S = 5.0  # seconds that an actor may take to acknowledge a word: it reports each second
+COMMANDS = {"pause": "hold", "resume": "resume", "next": "next", "stop": "stop"}  # a button: the plan's word
+
+
+def carry_out(run_dir: Path, local: str, order: str, about: str, actor: str = "") -> str:
+    """Carry out an order, and return the sentence that acknowledges it.
+
+    local: the learner's own address; empty: no learner runs. order: of COMMANDS or VERDICTS. about: the episode of a
+    verdict; the phase that a command means, because one that has ended meanwhile is not meant any more.
+    actor: whom a word of messages.WORDS is for, as `say` says it; empty: the order is about the run, or what is stored.
+
+    Raises TrainerError, with a sentence, when it was not acknowledged.
+    """
+    if not local:
+        raise Refused("no learner runs here: start it, then say it again")
+    if actor:
+        return say(local, order, actor, about)
+    if order in VERDICTS:
+        label(local, run_dir / "actors" / "page" / "outbox", verdict_on(about, order), name="page")
+        return f"{about}: {order}. It is stored"
+    if order not in COMMANDS:
+        raise Refused(f"there is no order {order[:40]!r}")
+    return command(local, order, about)
+
+
+def say(local: str, word: str, actor: str, about: str) -> str:
+    """Say a word to an actor, and return what acknowledges it: the actor itself. about: as a Command's argument."""
+    with Connection(local, m.Hello(m.PROTOCOL, "viewer", "page")) as link:
+        done: Any = link.call(m.Command(word, about, actor=actor), ANSWER_S)
+        number, end, heard, late = str(done.value), clock.monotonic() + HEARD_S, "", ""
+        while heard != number and clock.monotonic() < end:
+            clock.sleep(0.1)
+            status: Any = link.call(m.Status(), ANSWER_S)
+            clients = status.report["clients"]
+            said = (str(each.get("heard", "")) for each in clients if (each["role"], each["actor"]) == ("actor", actor))
+            heard, _, late = next(said, "").partition(" ")
+        link.send(m.Bye())
+    if heard != number:
+        raise Timeout(f"{word} may be lost, {actor} has not acknowledged it: look before you repeat it")
+    if late:
+        raise Refused(f"nothing was done: what you saw of {actor} is over")
+    return f"{word}: {actor} has taken it"
+
+
+def verdict_on(episode: str, word: str) -> Outcome:
+    """Return what an operator says of an episode. word: of VERDICTS."""
+    return Outcome(episode, VERDICTS[word], discard=word == "discard", judged_by=NAME)
+
+
+def command(local: str, order: str, phase: str) -> str:
+    """Give a command to the plan, and return what acknowledges it."""
+    with Connection(local, m.Hello(m.PROTOCOL, "viewer", "page")) as link:
+        status: Any = link.call(m.Status(), ANSWER_S)
+        if (now := status.report["directive"].get("phase", "")) != phase:
+            raise Refused(f"nothing was done: the run is in the phase {now or 'before the first one'!r} now")
+        try:
+            done: Any = link.call(m.Command(COMMANDS[order]), ANSWER_S)
+        except (Timeout, Disconnected) as error:
+            raise Timeout(f"{order} may be lost, nobody acknowledged it ({error}): look before you repeat it") from None
+        finally:
+            link.send(m.Bye())
+    return f"{order}: the learner has taken it as order {done.value}"
+
+
+def label(address: str, outbox: Path, outcome: Outcome, *, name: str = NAME, key: Path | None = None) -> None:
+    """Deliver an outcome; returns when it is durable. Raises TrainerError when that cannot be, or not in time."""
+    opened = Key.read(key) if key else None
+    name = known_as(opened, name)
+    with Connection(address, m.Hello(m.PROTOCOL, "viewer", name), opened) as link:
+        spec = link.hello(PATIENCE).spec
+        link.send(m.Bye())
+    if spec is None:
+        raise Refused("no actor has come to this run yet: there is no episode")
+    with TrainerClient(address, actor=name, spec=Spec.from_dict(spec), outbox=outbox, key=key) as client:
+        client.push(outcome)
+        if not client.drain(PATIENCE):
+            raise Timeout(f"the learner did not acknowledge it: it lies in {outbox}, and goes with the next label")

@@ -1,0 +1,318 @@
+// The operator's page. It asks, and shows what it is answered. What comes from elsewhere becomes text, never markup.
+const at = (id) => document.getElementById(id);
+const LOST_S = 25, FRAME_MS = 100, MANY = 4;
+const ORDERS = { pause: "Pause", resume: "Resume", next: "Next", stop: "Stop" };
+const WORDS = { ready: "Ready", pause: "Pause robot", resume: "Resume robot" };
+const VERDICTS = { success: "Success", failure: "Failure", discard: "Discard" };
+const MEANS = {
+  pause: "Robots hold and nothing trains, until Resume", resume: "The run goes on",
+  next: "This phase ends, the next one begins", stop: "The run ends, with its result",
+};
+
+// -- the token: in the fragment of the link, which no server is sent; kept for this tab alone
+if (location.hash.length > 1) {
+  sessionStorage.setItem("token", location.hash.slice(1));
+  history.replaceState(null, "", location.pathname);
+}
+let socket = null, role = "", number = 0, state = null, chosen = "", most = 12;
+const asked = new Map();
+
+function connect() {
+  socket = new WebSocket(`ws://${location.host}/socket`);
+  socket.binaryType = "arraybuffer";
+  socket.onopen = () => socket.send(JSON.stringify({ token: sessionStorage.getItem("token") ?? "" }));
+  socket.onmessage = ({ data }) => {
+    if (!role) {
+      role = JSON.parse(data).role;
+      at("orders").hidden = role !== "operator";
+    } else if (typeof data === "string") {
+      const { id, answer, error } = JSON.parse(data);
+      settle(id, answer, error);
+    } else settle(new DataView(data).getUint32(0), new Blob([data.slice(4)], { type: "image/jpeg" }));
+  };
+  socket.onclose = ({ code, reason }) => {
+    role = "";
+    for (const id of [...asked.keys()]) settle(id, null, "the page's process did not answer: it may be lost");
+    banner({ word: "IDLE", who: "", text: reason || "The page's process does not answer: it is asked again" });
+    if (code !== 1008) setTimeout(connect, 1000);
+  };
+}
+
+function ask(what) {
+  return new Promise((resolve, reject) => {
+    if (!role) return reject(new Error("not connected: nothing was sent"));
+    const id = ++number;
+    const late = setTimeout(() => settle(id, null, `no answer for ${LOST_S} s: it may be lost`), LOST_S * 1000);
+    asked.set(id, { resolve, reject, late });
+    socket.send(JSON.stringify({ id, ...what }));
+  });
+}
+
+function settle(id, answer, error) {
+  const { resolve, reject, late } = asked.get(id) ?? {};
+  if (!asked.delete(id)) return;
+  clearTimeout(late);
+  if (error) reject(new Error(error));
+  else resolve(answer);
+}
+
+async function order(button, word, about, actor = "") {
+  button.disabled = true;
+  const line = say(`${word} ${actor || about}: sent`);
+  try {
+    line.textContent = await ask({ ask: "order", order: word, about, actor });
+  } catch (error) {
+    line.textContent = `${word}: ${error.message}`;
+    line.className = "bad";
+  }
+  button.disabled = false;
+  setTimeout(() => line.remove(), line.className ? 15000 : 5000);
+  show();
+  list();
+}
+
+function say(text) {
+  const line = element("p", text);
+  at("said").append(line);
+  return line;
+}
+
+// -- elements, which stay as long as their key does, so that a press is never lost
+function element(name, text = "", attributes = {}) {
+  const made = document.createElement(name);
+  made.textContent = text;
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}
+
+function keyed(parent, items, key, make, update = () => {}) {
+  const there = new Map([...parent.children].map((child) => [child.dataset.key, child]));
+  const kept = items.map((item) => {
+    const name = String(key(item)), child = there.get(name) ?? make(item);
+    child.dataset.key = name;
+    update(child, item);
+    return child;
+  });
+  if (kept.length !== parent.children.length || kept.some((child, i) => child !== parent.children[i]))
+    parent.replaceChildren(...kept);
+}
+
+function write(parent, selector, text) {
+  const found = parent.querySelector(selector);
+  if (found.textContent !== String(text)) found.textContent = text;
+}
+
+function buttons(words, about, actor = () => "") {
+  const made = element("div", "", { class: "verdicts" });
+  for (const [word, text] of Object.entries(words)) {
+    const button = element("button", text, { "data-word": word });
+    button.onclick = () => order(button, word, about(), actor());
+    made.append(button);
+  }
+  return made;
+}
+
+// -- what is shown
+function banner({ word, text, who }) {
+  at("banner").dataset.word = word;
+  at("word").textContent = word;
+  at("sentence").textContent = who ? `${who}: ${text}` : text;
+  document.title = `${word} · ${state?.run ?? "Retake"}`;
+}
+
+async function show() {
+  if (!role || document.hidden) return;
+  try {
+    state = await ask({ ask: "state" });
+  } catch (error) {
+    return banner({ word: "IDLE", who: "", text: error.message });
+  }
+  banner(state.banner);
+  at("run").textContent = state.run;
+  for (const button of at("orders").children)
+    button.hidden = !state.alive || button.dataset.word === (state.held ? "pause" : "resume");
+  const { who, text: urgent } = state.banner;
+  const others = [...new Set(state.warnings)].filter((text) => text !== `${who}: ${urgent}`);
+  keyed(at("warnings"), others, (text) => text, (text) => element("li", text));
+  keyed(at("plan"), state.plan, (step) => step.name, step, (li, step) => {
+    li.dataset.when = step.when;
+    write(li, ".soft", step.when === "now" ? `${step.text}. Left: ${step.left || "not known"}` : step.text);
+    const bar = li.querySelector("progress");
+    bar.hidden = step.share === null;
+    bar.value = step.share ?? 0;
+  });
+  const few = state.actors.length <= MANY;
+  chosen = state.actors.some((actor) => actor.name === chosen) ? chosen : state.actors[0]?.name;
+  keyed(at("actors"), few ? state.actors : state.actors.filter((a) => a.name === chosen), (a) => a.name, card, dress);
+  at("many").hidden = few;
+  keyed(at("many").querySelector("tbody"), few ? [] : state.actors, (actor) => actor.name, row, (tr, actor) => {
+    const told = [actor.name, actor.word, `${actor.rate} Hz`, actor.late, actor.steps.toLocaleString(), actor.episode];
+    told.forEach((text, i) => (tr.cells[i].textContent = text));
+  });
+  keyed(at("numbers"), state.numbers, (each) => each.name, (each) => {
+    const made = element("div", "", { title: each.text });
+    made.append(element("dt", each.name), element("dd"), element("dd", each.text, { class: "why" }));
+    return made;
+  }, (made, each) => write(made, "dd", each.value));
+}
+
+function step({ name, when }) {
+  const li = element("li");
+  li.append(element("strong", name), element("p", "", { class: "soft" }), element("progress", "", { max: 1 }));
+  return li;
+}
+
+function row(actor) {
+  const tr = element("tr");
+  for (let i = 0; i < 6; i++) tr.append(element("td"));
+  tr.onclick = () => { chosen = actor.name; show(); };
+  return tr;
+}
+
+function card(actor) {
+  const made = element("article", "", { class: "card" });
+  made.append(element("h2", actor.name), element("p", "", { class: "word" }), element("p", "", { class: "soft text" }),
+    element("div", "", { class: "views" }), element("ul", "", { class: "state" }),
+    element("p", "", { class: "soft numbers" }));
+  // A verdict on what the robot does now is said to its actor, which ends the episode; any other one is stored.
+  const { dataset } = made;
+  made.append(buttons(WORDS, () => dataset.question, () => actor.name),
+    buttons(VERDICTS, () => dataset.episode, () => (dataset.runs ? actor.name : "")));
+  return made;
+}
+
+function dress(made, actor) {
+  const runs = !actor.closed && actor.drives === actor.episode, [words, judged] = made.querySelectorAll(".verdicts");
+  Object.assign(made.dataset, { episode: actor.episode, question: actor.question, runs: runs ? "yes" : "" });
+  made.dataset.word = actor.word;
+  write(made, ".word", actor.word);
+  write(made, ".text", actor.text);
+  write(made, ".numbers", `${actor.rate} steps/s, ${actor.late} late, ${actor.steps.toLocaleString()} steps, ` +
+    `${actor.takeovers} takeovers. Episode ${actor.episode || "none yet"}${actor.closed ? ", ended" : ", goes on"}`);
+  words.hidden = role !== "operator";
+  judged.hidden = role !== "operator" || !actor.episode;
+  const [ready, pause, resume] = words.children;
+  ready.hidden = !actor.asks;
+  pause.hidden = actor.driver === "PAUSED";
+  resume.hidden = !pause.hidden;
+  keyed(made.querySelector(".views"), actor.cameras, (name) => name, (name) => {
+    const figure = element("figure");
+    figure.append(element("img", "", { alt: name.split(".").at(-1) }), element("figcaption", name.split(".").at(-1)));
+    film(figure.firstChild, made, name);
+    return figure;
+  });
+  keyed(made.querySelector(".state"), actor.state, (each) => each.name, (each) => {
+    const li = element("li");
+    li.append(element("span", each.name), element("span", "", { class: "now" }));
+    return li;
+  }, (li, each) => write(li, ".now", `${each.value} ${each.unit}`));
+}
+
+// An image is asked for once the one before it is drawn, and only while somebody can see it.
+async function film(img, made, camera) {
+  for (;;) {
+    await new Promise((next) => setTimeout(next, FRAME_MS));
+    if (!img.isConnected) { if (img.src) return URL.revokeObjectURL(img.src); continue; }
+    const { top, bottom } = img.getBoundingClientRect();
+    if (document.hidden || !role || bottom < 0 || top > innerHeight) continue;
+    await picture(img, made.dataset.episode, camera);
+  }
+}
+
+async function picture(img, episode, camera) {
+  try {
+    const blob = await ask({ ask: "image", episode, camera });
+    if (!blob) return;
+    if (img.src) URL.revokeObjectURL(img.src);
+    img.src = URL.createObjectURL(blob);
+  } catch { /* the banner says that nobody answers */ }
+}
+
+async function draw() {
+  if (!role || document.hidden) return;
+  keyed(at("curves"), await ask({ ask: "curves" }), (curve) => curve.name, (curve) => {
+    const made = element("figure", "", { class: "card", title: curve.text });
+    const caption = element("p");
+    caption.append(element("strong", curve.name), " ", element("span", "", { class: "now" }));
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    svg.setAttribute("viewBox", "0 0 100 100");
+    svg.setAttribute("preserveAspectRatio", "none");
+    made.append(caption, svg, element("p", "", { class: "soft" }), element("p", curve.text, { class: "why" }));
+    return made;
+  }, plot);
+}
+
+function plot(made, { points, unit, over }) {
+  const ys = points.flatMap((point) => point.slice(1)), last = points.at(-1);
+  const low = Math.min(0, ...ys), high = Math.max(...ys, low + 1e-9), begin = points[0][0];
+  const x = (value) => (100 * (value - begin)) / Math.max(last[0] - begin, 1e-9);
+  const y = (value) => 100 - (100 * (value - low)) / (high - low);
+  const line = (index) => points.map((point) => `${x(point[0])} ${y(point[index])}`);
+  const svg = made.querySelector("svg"), parts = [];
+  const add = (name, kind, d) => {
+    const part = document.createElementNS("http://www.w3.org/2000/svg", name);
+    part.setAttribute("class", kind);
+    part.setAttribute("d", d);
+    parts.push(part);
+  };
+  add("path", "base", `M0 ${y(0)} H100`);
+  if (last.length === 4) add("path", "band", `M${line(2).join("L")}L${line(3).reverse().join("L")}Z`);
+  add("path", "line", `M${line(1).join("L")}`);
+  svg.replaceChildren(...parts);
+  write(made, ".now", `${short(last[1])} ${unit}`);
+  write(made, ".soft", `${short(low)} to ${short(high)}${unit && " " + unit}, over ${Math.round(last[0]).toLocaleString()} ${over}`);
+}
+
+const short = (value) => value.toLocaleString("en", { maximumSignificantDigits: 3 });
+
+async function list() {
+  if (!role || document.hidden) return;
+  const only = at("filter").value;
+  const fits = (each) => only === "all" || (only === "assisted" ? each.assisted
+    : only === "aside" ? each.aside : each.verdict === only && !each.aside);
+  const all = (await ask({ ask: "episodes" })).filter(fits), found = all.slice(0, most);
+  at("more").hidden = all.length <= most;
+  keyed(at("episodes"), found, (each) => each.id, (each) => {
+    const li = element("li", "", { class: "card" });
+    if (each.cameras.length) {
+      const img = element("img", "", { class: "thumb", alt: `the end of ${each.id}` });
+      li.append(img);
+      picture(img, each.id, each.cameras[0]);
+    }
+    li.append(element("strong", each.id), element("p", "", { class: "soft" }), buttons(VERDICTS, () => each.id));
+    return li;
+  }, (li, each) => {
+    const said = each.aside ? `set aside: ${each.aside}` : each.verdict || (each.closed ? "not judged" : "goes on");
+    write(li, ".soft", `${said}${each.by && !each.aside ? ` (${each.by})` : ""}. ${each.phase}, ${each.steps} steps, ` +
+      `return ${each.return}${each.assisted ? ", with help" : ""}`);
+    li.querySelector(".verdicts").hidden = role !== "operator" || !state?.alive;
+    for (const button of li.querySelectorAll("button"))
+      button.setAttribute("aria-pressed", String(button.dataset.word === each.verdict));
+  });
+}
+
+// -- orders to the run. Each names the phase that it means. Stop asks once more
+for (const [word, text] of Object.entries(ORDERS)) {
+  const button = element("button", text, { title: MEANS[word], "data-word": word });
+  button.onclick = () => {
+    if (word === "stop" && button.className !== "sure") {
+      button.className = "sure";
+      button.textContent = "End the run?";
+      setTimeout(() => { button.className = ""; button.textContent = text; }, 4000);
+    } else if (state) order(button, word, state.phase);
+  };
+  at("orders").append(button);
+}
+at("explain").onclick = () =>
+  at("explain").setAttribute("aria-pressed", String(document.body.classList.toggle("explained")));
+at("filter").onchange = list;
+at("more").onclick = () => { most += 24; list(); };
+
+async function again(what, pause) {
+  try { await what(); } catch (error) { console.warn(error.message); }
+  setTimeout(() => again(what, pause), pause);
+}
+connect();
+again(show, 500);
+again(draw, 5000);
+again(list, 4000);

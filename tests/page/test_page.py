@@ -1,0 +1,193 @@
+"""What the page shows is what the run holds, and an order does what its button says, or says why not."""
+
+import io
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from PIL import Image
+from serl_client import Feature
+
+from serl_launcher.page import orders
+from serl_launcher.store.index import Index
+from tests.page.conftest import serving
+from tests.shared.clients import push_all
+from tests.shared.common import PATIENCE, STATE, until
+from tests.shared.data import blank_segment, make_episode, tiny_spec
+from tests.shared.tools import typed
+
+CAMERA = "observation.images.front"
+SPEC = tiny_spec(observation={STATE: Feature((8,)), CAMERA: Feature((48, 64, 3), "uint8")})
+HOSTILE = "<img src=x onerror=alert(1)>&'\""
+
+
+def commands(server):
+    return [row[1] for row in Index(server.run_dir / "store/index.sqlite").commands(0)]
+
+
+@pytest.fixture
+def arm(served, join):
+    """An actor that has delivered the finished episodes e0, a success, and e1."""
+    client = join(served.server)
+    push_all(client, [*make_episode("e0", 0), *make_episode("e1", 1)])
+    assert client.drain(PATIENCE)
+    return client
+
+
+def test_before_an_actor_comes_the_page_says_how_to_start_one(browse):
+    browser = browse()
+    assert browser.welcome()["role"] == "operator"
+    state = browser.ask("state")
+    assert state["banner"] == {"word": "IDLE", "text": "No actor is connected: start one with run_actor.sh", "who": ""}
+    assert (browser.ask("episodes"), browser.ask("curves"), browser.ask("image", episode="e", camera="c")) == (
+        [], [], None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("driver", "word"),
+    [("POLICY", "POLICY"), ("HUMAN", "HUMAN"), ("FAULT", "FAULT"), ("RESET", "WAITING"), ("PAUSED", "PAUSED"),
+     ("waiting for r or the first motion", "WAITING"), ("HOMING", "POLICY"), (HOSTILE, HOSTILE)],
+)  # fmt: skip
+def test_the_banner_says_who_drives_and_the_actor_its_numbers(browse, arm, driver, word):
+    arm.report({"driver": driver, "rate": 9.96, "late": 3, "steps": 16, "takeovers": 2, "warning": ""})
+    browser = browse()
+    browser.welcome()
+    state = until(lambda: (told := browser.ask("state"))["banner"]["word"] == word and told)
+    (actor,) = state["actors"]
+    assert (actor["name"], actor["rate"], actor["late"], actor["steps"], actor["episode"]) == ("arm", 10.0, 3, 16, "e1")
+    assert [each["value"] for each in actor["state"]] == ["1", "7"] * 4  # without cameras: the newest row
+    assert state["banner"]["who"] == "arm"
+
+
+def test_an_actor_that_reports_nonsense_spoils_nothing(browse, arm):
+    arm.report(
+        {"driver": 7, "rate": float("nan"), "steps": HOSTILE, "late": None, "takeovers": float("inf"), "warning": 1}
+    )
+    browser = browse()
+    browser.welcome()
+    (actor,) = until(lambda: [each for each in browser.ask("state")["actors"] if each["word"] == "7"])
+    assert (actor["rate"], actor["steps"], actor["late"], actor["takeovers"], actor["text"]) == (0, 0, 0, 0, "1")
+
+
+def test_episodes_curves_and_numbers_are_those_of_the_run(browse, arm):
+    browser = browse()
+    browser.welcome()
+    told = [(each["id"], each["verdict"], each["steps"], each["return"]) for each in browser.ask("episodes")]
+    assert told == [("e1", "failure", 8, 28.0), ("e0", "success", 8, 28.0)]
+    numbers = {each["name"]: each["value"] for each in browser.ask("state")["numbers"]}
+    assert numbers["success alone"].startswith("1 of 2 [")
+    assert (numbers["episodes"], numbers["replay buffer"]) == ("2", "16 steps")
+    curves = {curve["name"]: curve["points"] for curve in browser.ask("curves")}
+    assert [point[:2] for point in curves["success alone"]] == [[8, 100.0], [16, 50.0]]
+
+
+def test_an_image_is_the_newest_row_of_its_episode(served, browse, join):
+    client = join(served.server, spec=SPEC)
+    first, last = (blank_segment(SPEC, "e0", start, 4, ends=ends) for start, ends in ((0, ""), (4, "terminated")))
+    for segment, shade in ((first, 10), (last, 200)):
+        segment.observation[CAMERA][:] = shade
+    last.observation[CAMERA][-2] = [255, 0, 0]  # the last step; what follows is the final observation
+    push_all(client, [first, last])
+    assert client.drain(PATIENCE)
+    browser = browse()
+    browser.welcome()
+    (actor,) = until(lambda: browser.ask("state")["actors"])
+    assert (actor["cameras"], actor["episode"]) == ([CAMERA], "e0")
+    pixels = np.asarray(Image.open(io.BytesIO(browser.ask("image", episode="e0", camera=CAMERA))))
+    assert pixels.shape == (48, 64, 3)
+    assert pixels.reshape(-1, 3).mean(0) == pytest.approx([255, 0, 0], abs=4)
+    assert browser.ask("image", episode="e0", camera=STATE) is None
+
+
+def test_a_verdict_is_stored_before_it_is_acknowledged_also_on_a_running_episode(served, browse, arm, make_segment):
+    browser = browse()
+    browser.welcome()
+    push_all(arm, [make_segment("e2")])
+    assert arm.drain(PATIENCE)
+    for episode, word, kept in (("e0", "failure", (0, 0)), ("e1", "discard", (None, 1)), ("e2", "success", (1, 0))):
+        assert browser.ask("order", order=word, about=episode) == f"{episode}: {word}. It is stored"
+        row = served.server.episodes()[episode]
+        assert ((row["success"], row["discard"]), row["judged_by"]) == (kept, "operator")
+    assert served.server.episodes()["e2"]["closed"]
+    assert "there is no episode" in browser.ask("order", order="success", about="e7")
+
+
+def test_a_command_names_its_phase_and_counts_once(served, browse, arm):
+    browser = browse()
+    browser.welcome()
+    phase = browser.ask("state")["phase"]
+    for number, word in enumerate(("pause", "resume", "next", "stop"), 1):
+        told = browser.ask("order", order=word, about=phase)
+        assert told == f"{word}: the learner has taken it as order {number}"
+    assert "nothing was done: the run is in the phase 'practise' now" in browser.ask(
+        "order", order="next", about="clone"
+    )
+    assert "there is no order" in browser.ask("order", order="goto", about=phase)
+    assert commands(served.server) == ["hold", "resume", "next", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [("{}", "ready: arm has taken it"), ("{} late", "error: nothing was done: what you saw of arm is over"),
+     (None, "error: ready may be lost, arm has not acknowledged it: look before you repeat it")],
+)  # fmt: skip
+def test_a_word_to_an_actor_is_acknowledged_by_that_actor_or_said_to_be_lost(browse, arm, monkeypatch, answer, says):
+    monkeypatch.setattr(orders, "HEARD_S", PATIENCE if answer else 0.5)
+    report = {"driver": "FAULT", "question": 3, "heard": "1"}
+    arm.report(report)
+    browser = browse()
+    browser.welcome()
+    (actor,) = until(lambda: [each for each in browser.ask("state")["actors"] if each["asks"]])
+
+    def hear():
+        (command,) = until(lambda: [*arm.words()])
+        assert (command.name, command.argument, command.actor) == ("ready", "3", "arm")
+        if answer:
+            report["heard"] = answer.format(command.request)
+
+    with ThreadPoolExecutor(1) as pool:
+        heard = pool.submit(hear)
+        assert browser.ask("order", order="ready", about=actor["question"], actor="arm") == says
+    heard.result()
+    assert "no actor none is connected" in browser.ask("order", order="pause", about="", actor="none")
+
+
+def test_who_may_only_look_orders_nothing(served, browse, arm):
+    browser = browse(role="viewer")
+    assert browser.welcome()["role"] == "viewer"
+    phase = browser.ask("state")["phase"]
+    for word, about, actor in (("stop", phase, ""), ("success", "e1", ""), ("ready", "0", "arm")):
+        assert "this link is to look only" in browser.ask("order", order=word, about=about, actor=actor)
+    assert not [*arm.words()]
+    assert commands(served.server) == []
+    assert served.server.episodes()["e1"]["judged_by"] == "judge"
+
+
+def test_without_a_learner_the_page_shows_what_is_left_and_orders_nothing(served, browse, arm):
+    arm.close()
+    served.server.stop()
+    with serving(served.server.run_dir, "") as left:
+        browser = browse(left)
+        browser.welcome()
+        state = browser.ask("state")
+        assert (state["alive"], state["banner"]["text"]) == (False, "No learner runs. What is shown is what it left")
+        assert [each["id"] for each in browser.ask("episodes")] == ["e1", "e0"]
+        assert "no learner runs here" in browser.ask("order", order="success", about="e1")
+
+
+def test_a_server_that_does_not_answer_is_said_and_the_page_goes_on(served, browse, arm):
+    browser = browse()
+    browser.welcome()
+    assert browser.ask("state")["alive"]
+    arm.close()
+    served.server.stop()
+    state = browser.ask("state")
+    assert state["banner"]["text"].startswith("The learner does not answer: ")
+    assert browser.ask("episodes")
+
+
+def test_the_tool_refuses_what_is_no_run_in_one_sentence(tmp_path):
+    status, said = typed("page", tmp_path)
+    assert (status, said.count("\n")) == (1, 1)
+    assert "is no run's folder" in said

@@ -1,0 +1,39 @@
+#!/usr/bin/env python
+"""Shows a run in a browser on this machine, and takes an operator's orders: docs/page.md.
+
+tools/page.py RUN [--port PORT]
+
+For a run whose learner was started without page=PORT; also for one whose learner does not run any more, to look only.
+Ctrl-C ends the page, and nothing else.
+"""
+
+import argparse
+import asyncio
+import os
+from pathlib import Path
+
+from serl_client.errors import ConfigError
+
+from serl_launcher.error_log import in_one_sentence
+from serl_launcher.page.server import Page
+from serl_launcher.service.sockets import SERVER, learners
+from serl_launcher.sharing import is_shared, keep_private
+
+
+@in_one_sentence()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, on this machine")
+    parser.add_argument("--port", type=int, default=8088)
+    options = parser.parse_args()
+    run_dir = options.run.resolve()
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(f"{options.run} is no run's folder: give the run_dir of a learner that was started here")
+    keep_private(is_shared(run_dir))
+    here = next((folder for folder, its in learners() if its == run_dir), None)
+    os.nice(19)
+    asyncio.run(Page(run_dir, f"ipc://{here / SERVER}" if here else "").run(options.port))
+
+
+if __name__ == "__main__":
+    main()
