@@ -227,7 +227,9 @@ def _make(env_id: str, options: Mapping[str, Any], wrap: Callable[[Any], Any]) -
         raise ConfigError(f"gymnasium cannot make {env_id}: {words}{cure}") from None
     except Exception as error:
         log.exception("the environment %s raised in make", env_id)
-        raise ConfigError(f"the environment {env_id} failed in make(): {said(error)}") from error
+        raise ConfigError(
+            f"the environment {env_id} failed in make(): {said(error)}. Mend it, or take another task.env_id=..."
+        ) from error
 
 
 def said(error: Exception) -> str:

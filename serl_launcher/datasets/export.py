@@ -93,7 +93,7 @@ def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) 
         index = Index(run_dir / "store" / "index.sqlite")
         there = {name: source.capacity for name, source in index.sources().items()}
         if unknown := set(sources or ()) - set(there):
-            raise ConfigError(f"{run_dir} has no source {', '.join(sorted(unknown))}; there are {', '.join(there)}")
+            raise ConfigError(f"{run_dir} has no source {', '.join(sorted(unknown))}: name one of {', '.join(there)}")
         run, spec = index.meta("run"), Spec.from_dict(index.meta("spec"))
         committed = {name: (source.tail, source.head) for name, source in index.sources().items()}
         verdict = rewards_of_run(run_dir)

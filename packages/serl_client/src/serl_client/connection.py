@@ -191,10 +191,14 @@ class Connection(Closing):
         if self._barred:
             raise self._refused()
         if self._socket is None:
-            raise Disconnected(f"nobody answers at {self.address}; is the learner running there?{self._hint}")
+            raise Disconnected(
+                f"nobody answers at {self.address}: start the learner, or say its ip= and port=.{self._hint}"
+            )
         if left <= 0:
             self.close()
-            raise Timeout(f"{self.address} did not answer in time; the learner is stopped, or very busy")
+            raise Timeout(
+                f"{self.address} did not answer in time: look at the learner's screen, whether it is stopped or busy"
+            )
         zmq.zmq_poll(self.polled, int(left * 1000) + 1)
 
     def _next(self) -> m.Message | None:
