@@ -171,7 +171,8 @@ def judge_by(options: Mapping[str, Any], env: Env, *, name: str) -> ClassifierJu
     """
     if not isinstance(env, RobotEnv):
         raise ConfigError(
-            f"task.judge: the env of this task is a {type(env).__name__}, which judges itself: say task.judge.address=null"
+            f"task.judge: the env of this task is a {type(env).__name__}, which judges itself: say "
+            "task.judge.address=null"
         )
     numbers = {name: options[name] for name in ("threshold", "rows", "stale_s", "stage_reward")}
     key = Key.read(Path(options["key"])) if options["key"] else None
