@@ -93,6 +93,7 @@ def images_of(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:
         return there
     names = [IMAGES + camera for camera in cameras]
     if unknown := [camera for camera, name in zip(cameras, names, strict=True) if name not in there]:
-        has = ", ".join(name.removeprefix(IMAGES) for name in there) or "none: say task.cameras=true"
-        raise ConfigError(f"this robot has no camera {', '.join(unknown)}: name those that it has, {has}")
+        has = ", ".join(name.removeprefix(IMAGES) for name in there)
+        cure = f"name some of {has}" if has else "it has none: say task.cameras=true"
+        raise ConfigError(f"this robot has no camera {', '.join(unknown)}; {cure}")
     return tuple(sorted(set(names)))

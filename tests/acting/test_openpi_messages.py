@@ -69,7 +69,10 @@ def test_what_does_not_fit_is_refused_by_its_name(changes, sentence):
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"state": "observation.stat"}, "'state' stands for 'observation.stat'; name one of the robot's features, observation.state"),
+        (
+            {"state": "observation.stat"},
+            "'state' stands for 'observation.stat'; name one of the robot's features, observation.state",
+        ),
         ({"a": STATE, "b": STATE}, "two keys stand for the same feature"),
         ({"prompt": STATE}, "name no key 'prompt'"),
         ({CAMERA: STATE}, "or like another feature"),

@@ -187,9 +187,9 @@ def test_cameras_that_the_robot_lacks_are_left_out_with_a_word_but_not_all_of_th
         policy = make(TOP, cameras=["left", "top", "right"])
     assert policy.inputs == (STATE, TOP)
     assert [record.getMessage() for record in caplog.records] == [
-        "policy.cameras: this robot has no camera left, right; name some of top"
+        "policy.cameras: this robot has no camera left, right; it has top: name those"
     ]
-    with pytest.raises(ConfigError, match="this robot has no camera tpo; name some of left, top"):
+    with pytest.raises(ConfigError, match="this robot has no camera tpo; it has left, top: name those"):
         make(LEFT, TOP, cameras=["tpo"])
 
 
