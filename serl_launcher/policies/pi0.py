@@ -345,7 +345,8 @@ def _images(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:
     there = sorted(name.removeprefix(IMAGES) for name in spec.observation if name.startswith(IMAGES))
     named = there if ALL in cameras else list(dict.fromkeys(cameras))
     if lacking := [name for name in named if name not in there]:
-        text = f"policy.cameras: this robot has no camera {', '.join(lacking)}; it has {', '.join(there) or 'none'}: name those"
+        has = ", ".join(there) or "none"
+        text = f"policy.cameras: this robot has no camera {', '.join(lacking)}; it has {has}: name those"
         if there and len(lacking) == len(named):
             raise ConfigError(text)
         log.warning("%s", text)
