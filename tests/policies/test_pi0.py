@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused():
     for options, text in (
         ({"width": 1}, r"action has 2 numbers and its state 5: policy\.width=1"),
         ({"state_size": 4}, r"policy\.state_size=4 must be at least that"),
-        ({"freeze": ["eyes"]}, r"no part eyes; the parts are vision, language, expert"),
+        ({"freeze": ["eyes"]}, r"no part eyes; name some of vision, language, expert"),
         ({"precision": "half"}, r"precision=half: say one of float32, bfloat16"),
         ({"weights": "/nowhere"}, r"weights=/nowhere: no such file"),
     ):
