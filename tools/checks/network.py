@@ -96,11 +96,7 @@ def protocol(run: Run) -> Iterator[Finding]:
         with _viewer(str(run.config.ip), run.config.port, run.key) as link:
             run.welcome = link.hello(PATIENCE)
     except VersionMismatch as error:
-        yield Finding(
-            "FAIL",
-            str(error),
-            "bring both machines to the same version: run `git pull && . examples/install.sh` on each",
-        )
+        yield Finding("FAIL", *str(error).split(". ", 1))
         return
     except Timeout:
         yield _finding(unwelcome(f"{run.config.ip}:{run.config.port}"))
