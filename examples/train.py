@@ -165,7 +165,7 @@ def watched(
 
     def find_actions() -> Look:
         if local:
-            return Look(False, client.pulling, "see the learner's screen: does its trainer run?")
+            return Look(False, client.pulling, "look at the learner's screen, whether its trainer runs")
         return why_silent(client.inference, has_key=has_key, option="inference_port")
 
     learner = Lookout(

@@ -156,7 +156,8 @@ def _classifier_at(link: Connection, spec: Spec) -> Spec:
         if mine is None or mine.shape != feature.shape or not np.can_cast(mine.dtype, feature.dtype, "same_kind"):
             there = ", ".join(f"{own} {each.dtype} {list(each.shape)}" for own, each in spec.observation.items())
             raise ConfigError(
-                f"{place}: the classifier sees {name} {feature.dtype} {list(feature.shape)}, and this robot {there}"
+                f"{place}: the classifier sees {name} {feature.dtype} {list(feature.shape)}, and this robot {there}: "
+                "train one for this robot (plan=reward_classifier)"
             )
     return theirs
 
@@ -169,7 +170,10 @@ def judge_by(options: Mapping[str, Any], env: Env, *, name: str) -> ClassifierJu
     Raises ConfigError as ClassifierJudge does, for a number out of range, and for an env that is no RobotEnv.
     """
     if not isinstance(env, RobotEnv):
-        raise ConfigError(f"task.judge: the env of this task is a {type(env).__name__}, which judges itself")
+        raise ConfigError(
+            f"task.judge: the env of this task is a {type(env).__name__}, which judges itself: say "
+            "task.judge.address=null"
+        )
     numbers = {name: options[name] for name in ("threshold", "rows", "stale_s", "stage_reward")}
     key = Key.read(Path(options["key"])) if options["key"] else None
     greeting = m.Hello(m.PROTOCOL, "actor", f"{key.name}/judge" if key else f"judge of {name}", session="judge")

@@ -31,7 +31,9 @@ class Intervention:
     def reset(self, seed: int, *, demonstrate: bool, intervene: bool) -> None:
         """Begin an episode. Raises ConfigError if it is to be demonstrated and there is no teleop."""
         if demonstrate and self._teleop is None:
-            raise ConfigError("this robot has no teleop: nobody can demonstrate")
+            raise ConfigError(
+                "this robot has no teleop, so nobody can demonstrate: say task.env.operator=..., or leave the phase out"
+            )
         self._demonstrates, self._may_take_over, self._looked = demonstrate, intervene, None
         self._was_theirs, self._left = False, 0
         if self._teleop is not None and (demonstrate or intervene):

@@ -14,8 +14,8 @@ def check_guarded(robot: Robot, clock: str, fps: float) -> None:
     if isinstance(robot, GuardedRobot):
         if robot.fps != fps or (clock != "real" and isinstance(robot.guard, GuardLink)):
             raise ConfigError(
-                f"clock={clock} fps={fps:g}: a guard needs its own fps, {robot.fps:g}, and the real clock if it is a "
-                "process of its own (task.env.guard=true)"
+                f"task.env.clock={clock} task.env.fps={fps:g}: a guard needs its own fps, {robot.fps:g}, and the real "
+                "clock if it is a process of its own (task.env.guard=true)"
             )
     elif not getattr(robot, "is_simulated", False):
         raise ConfigError(

@@ -85,7 +85,9 @@ def stages_of(env: Env, operator: Operator, stages: int) -> StageKeys:
     keys = StageKeys(operator, stages)
     if stages > 1:
         if not isinstance(env, RobotEnv):
-            raise ConfigError(f"task.stages: the env of this task is a {type(env).__name__}, whose rows have no stages")
+            raise ConfigError(
+                f"task.stages: the env of this task is a {type(env).__name__}, whose rows have none: say 1"
+            )
         env.spec = replace(env.spec, extras={**env.spec.extras, STAGE: Feature((), "int32")})
         env.judge = Staged(env.judge, keys, stages)
     return keys

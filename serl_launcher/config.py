@@ -295,7 +295,7 @@ def _check(override: Override, defaults: DictConfig) -> None:
             raise ConfigError(f"{override.input_line}: {'.'.join(above[: depth + 1])} is {its}: say {its}.{rest}")
         node = _value(node, part)
     if override.is_delete() and not above:
-        raise ConfigError(f"{override.input_line}: {last} can be changed, but not left out")
+        raise ConfigError(f"{override.input_line}: {last} can be changed, but not left out: say {last}=...")
     if not override.is_add() and not override.is_delete():
         _check_kind(override, node)
 

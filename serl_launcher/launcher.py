@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import signal
 import socket
 import sqlite3
 import subprocess
@@ -279,6 +280,8 @@ def _failed(name: str, run_dir: Path, local: str, error: Exception) -> tuple[int
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:  # stays ignored here, but not in the programs that this process starts
+        signal.signal(signal.SIGTERM, lambda *_: None)
     status = child(*sys.argv[1:])
     if "RANK" in os.environ:
         sys.stdout.flush()

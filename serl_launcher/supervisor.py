@@ -22,6 +22,7 @@ RESTARTS, WITHIN_S = 3, 60.0  # a process is started again at most so often with
 FAILURES, FAILING_S = 10, 3600.0  # inference may fail so often within so many seconds, as on a GPU that is broken
 # SIGHUP: the terminal is closed. SIGUSR1: what clusters send before their time is over.
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+END = signal.SIGUSR2  # ends a child. Those that a system sends to all processes of a job do not: the launcher decides
 AGAIN_AFTER_S = 1.0  # since the first signal, until another one counts: a script that is stopped passes on what we have
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit statuses of a process that others have ended
 REFUSED = 2  # exit status of a process that said in one sentence why it cannot run: another start does not help
@@ -185,7 +186,7 @@ class Supervisor:
             return
         if child.poll() is None:
             log.info("the run is over; the last episodes are brought into datasets")
-            child.terminate()
+            child.send_signal(END)
         deadline = time.monotonic() + self._export_s + 30.0  # it stops by itself, after the shard that it is at
         while child.poll() is None and time.monotonic() < deadline and not self._signals:
             time.sleep(0.05)
@@ -200,7 +201,7 @@ class Supervisor:
         for name in ("page", *LEARNING, "importer", "server"):
             child = self._children.get(name)
             if child is not None and child.poll() is None:
-                child.terminate()
+                child.send_signal(END)
                 try:
                     child.wait(10)
                 except subprocess.TimeoutExpired:
@@ -211,7 +212,8 @@ def _begin(name: str) -> None:
     """Run in a child before exec: the child is killed when its parent dies, and leaves Ctrl-C to the parent."""
     killed_with_parent()
     os.setpgid(0, 0)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster sends it to all processes of a job
+    for number in (signal.SIGUSR1, signal.SIGTERM):  # a cluster and systemd send these to all processes of a job
+        signal.signal(number, signal.SIG_IGN)
     if name == "server":  # torch and CUDA map more memory than they use, so a limit would end the other processes
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = SERVER_BYTES if hard == resource.RLIM_INFINITY else min(SERVER_BYTES, hard)

@@ -39,7 +39,7 @@ def choose_backend(cameras: bool | str, unseen: str = "") -> str:
     nothing can be drawn, for any other value, and without cameras if something is unseen.
     """
     if cameras not in (True, False, "auto"):
-        raise ConfigError(f"cameras is {cameras!r}; it may be true, false or auto")
+        raise ConfigError(f"task.cameras={cameras}: say true, false or auto")
     found = backend() if cameras else ""
     if cameras is True and not found:
         raise ConfigError(ABSENT + "install them, or say task.cameras=false to go on from states alone")

@@ -25,7 +25,7 @@ class Renderer:
 
     def __init__(self, model: Any, backend: str, *, size: int) -> None:
         if size not in SIZES:
-            raise ConfigError(f"image_size is {size}; it may be {SIZES[0]} to {SIZES[-1]} pixels")
+            raise ConfigError(f"task.image_size={size}: say {SIZES[0]} to {SIZES[-1]} pixels")
         gl.select(backend)
         self._mujoco = mujoco = load_mujoco()
         self._model, self._size = model, size

@@ -52,7 +52,10 @@ class ThreadedCamera:
         self._thread.start()
         if not self._arrived.wait(OPENING) or self._frame is None:
             self.close()
-            raise ConfigError(f"camera {name} gives no image: {self.trouble or 'it does not answer'}")
+            why = self.trouble or "it does not answer"
+            raise ConfigError(
+                f"camera {name} gives no image: {why}. Look at its cable, and whether another program has it open"
+            )
         self.feature = Feature(self._frame.image.shape, "uint8", names=self._cut)
 
     def latest(self) -> Frame:
@@ -134,5 +137,5 @@ def _numbers(word: str, written: Sequence[int] | None, count: int) -> tuple[int,
     if written is None:
         return None
     if len(written) != count or not all(isinstance(number, int) and number >= 0 for number in written):
-        raise ConfigError(f"{word} of a camera has {count} whole numbers, not {list(written)}")
+        raise ConfigError(f"{word} of a camera should be {count} whole numbers, not {list(written)}")
     return tuple(written)

@@ -33,7 +33,9 @@ class BimanualArm(Arm):
         with ExitStack() as stack:
             for side, words in (("left", left), ("right", right)):
                 if not {"driver", "address"} <= set(words) <= WORDS:
-                    raise ConfigError(f"options.{side}: say driver and address of this arm, and its options: {words}")
+                    raise ConfigError(
+                        f"task.env.options.{side}: say driver and address of this arm, and its options: {words}"
+                    )
                 arm = open_arm(words["driver"], str(words["address"]), words.get("options") or {})
                 self._arms[side] = stack.enter_context(arm)
             self._describe()
@@ -99,7 +101,10 @@ class BimanualArm(Arm):
         parts = iter(self._parts(positions))
         tools = [tool for tool in self._each(lambda arm: arm.tool(next(parts))) if tool is not None]
         if len(tools) == 1:
-            raise ConfigError("one arm knows where its tool is and the other does not, so that nothing would limit it")
+            raise ConfigError(
+                "one arm knows where its tool is and the other does not, so that nothing would limit it: take drivers "
+                "that both say it, or neither"
+            )
         return np.concatenate([np.atleast_2d(tool) for tool in tools]) if tools else None
 
     def sense(self) -> Observation:

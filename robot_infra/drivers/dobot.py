@@ -42,12 +42,12 @@ class DobotArm(Arm):
         gripper: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         if version not in p.VERSIONS:
-            raise ConfigError(f"options.version={version}: use {' or '.join(p.VERSIONS)}")
+            raise ConfigError(f"task.env.options.version={version}: use {' or '.join(p.VERSIONS)}")
         self._host, self._version, self._servo = address, p.VERSIONS[version], (t, ahead, gain)
         ranges = {"t": (self._version.shortest, p.LONGEST), "ahead": p.AHEAD, "gain": p.GAIN}
         for (name, (low, high)), value in zip(ranges.items(), self._servo, strict=True):
             if not low <= value <= high:
-                raise ConfigError(f"options.{name}={value}: {version} takes {low:g} to {high:g}")
+                raise ConfigError(f"task.env.options.{name}={value}: {version} takes {low:g} to {high:g}")
         self.entries = {f"joint{i + 1}": "rad" for i in range(p.JOINTS)}
         self._ports: dict[int, socket.socket] = {}
         self._is_ready, self._gripper = False, None

@@ -22,7 +22,9 @@ class FeetechGripper:
     def __init__(self, port: str, *, id: int = 21, steps: Sequence[int] = (2048, 3055)) -> None:
         low, high = steps
         if not 0 <= low < high <= 4095:
-            raise ConfigError(f"gripper.steps={list(steps)}: two numbers from 0 to 4095, the smaller one first")
+            raise ConfigError(
+                f"the steps of a gripper should be two numbers from 0 to 4095, the smaller one first, not {list(steps)}"
+            )
         try:
             from lerobot.motors import Motor, MotorCalibration, MotorNormMode
             from lerobot.motors.feetech import FeetechMotorsBus

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 TRIES = 3  # of a call over the bus: single packets get lost
 FAILURES = (OSError, RuntimeError, IndexError, termios.error)  # of lerobot's buses; IndexError: of a torn answer
 KINDS = {  # of device: lerobot's package, its registry there, what makes one of a configuration, and our option
-    "robot": ("robots", "RobotConfig", "make_robot_from_config", "options.robot"),
-    "teleop": ("teleoperators", "TeleoperatorConfig", "make_teleoperator_from_config", "options.leader"),
+    "robot": ("robots", "RobotConfig", "make_robot_from_config", "task.env.options.robot"),
+    "teleop": ("teleoperators", "TeleoperatorConfig", "make_teleoperator_from_config", "task.env.options.leader"),
 }
 SIDES = {"": "", "left_arm": "left_", "right_arm": "right_"}  # attribute of a two-armed robot: prefix of its entries
 
@@ -53,29 +53,36 @@ class LerobotArm(Arm):
         leader_follows: bool = False,
     ) -> None:  # fmt: skip
         if robot.get("cameras"):
-            raise ConfigError("options.robot.cameras: name them under `cameras` of the task's env instead")
+            raise ConfigError("task.env.options.robot.cameras: name them under `cameras` of the task's env instead")
         self._robot = _made("robot", robot, address)
         self._leader: Any = None
         numbers = {name for name, kind in self._robot.action_features.items() if kind in (float, int)}
         if numbers != set(self._robot.action_features):
-            raise ConfigError(f"only robots whose actions are numbers can be driven, not {self._robot.action_features}")
+            raise ConfigError(
+                f"task.env.options.robot.type={robot['type']}: take a robot whose actions are numbers, not "
+                f"{self._robot.action_features}"
+            )
         self._names = tuple(self._robot.action_features)
         if missing := [name for name in self._names if name not in self._robot.observation_features]:
-            raise ConfigError(f"{robot['type']} does not measure {', '.join(missing)}, which its actions have")
+            raise ConfigError(
+                f"task.env.options.robot.type={robot['type']}: take a robot that measures what its actions have: "
+                f"{', '.join(missing)}"
+            )
         try:
             _connect("robot", self._robot, robot, address)
             if leader is not None:
                 self._leader = _made("teleop", leader, "")
                 if set(self._leader.action_features) != set(self._names):
                     raise ConfigError(
-                        f"options.leader: {leader['type']} gives {', '.join(self._leader.action_features)}, and "
-                        f"{robot['type']} takes {', '.join(self._names)}"
+                        f"task.env.options.leader: {leader['type']} gives {', '.join(self._leader.action_features)}, "
+                        f"and {robot['type']} takes {', '.join(self._names)}: take a leader of the same joints"
                     )
                 _connect("teleop", self._leader, leader, "")
             self.leads = leader_follows
             if leader_follows and set(self._led_motors()) != set(self._names):
                 raise ConfigError(
-                    "options.leader_follows: there is no leader arm whose motors lerobot drives over a serial bus"
+                    "task.env.options.leader_follows: there is no leader arm whose motors lerobot drives over a serial "
+                    "bus: leave it out"
                 )
         except BaseException:
             self.close()

@@ -36,14 +36,14 @@ def configuration(
     if kind not in registry.get_known_choices():
         choices = ", ".join(sorted(registry.get_known_choices()))
         more = "".join(f"; {name} cannot be imported ({why})" for name, why in failed.items())
-        raise ConfigError(f"{where}.type={kind or 'null'} is unknown to lerobot; it knows {choices}{more}")
+        raise ConfigError(f"{where}.type={kind or 'null'} is unknown to lerobot: use one of {choices}{more}")
     takes = {field.name for field in fields(registry.get_choice_class(kind))}
     given = {name: value for name, value in (defaults or {}).items() if name in takes} | dict(options)
     try:
         return importlib.import_module("draccus").decode(registry, given)
     except Exception as error:  # draccus has several of its own
         said = " ".join(str(error).split())
-        raise ConfigError(f"{where}: lerobot's {kind} does not take this: {said}; it takes {sorted(takes)}") from None
+        raise ConfigError(f"{where}: lerobot's {kind} does not take this: {said}; use {sorted(takes)}") from None
 
 
 def _import_plugins(kind: str, failed: dict[str, str]) -> None:

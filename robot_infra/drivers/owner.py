@@ -37,7 +37,7 @@ def open_arm(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"there is no driver {driver!r}: {error}; give the full name of a class") from None
     if not (isinstance(kind, type) and issubclass(kind, Arm)):
-        raise ConfigError(f"the driver {driver} is no class derived from robot_infra.drivers.arm.Arm")
+        raise ConfigError(f"the driver {driver} is no class derived from robot_infra.drivers.arm.Arm (docs/robots.md)")
     make = cast(Callable[..., Arm], kind)
     ports = {os.path.realpath(port) for port in _ports(options)} - _ours  # two grippers may be on one bus
     with owned(address, *ports), ExitStack() as stack:
@@ -46,7 +46,7 @@ def open_arm(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[
         try:
             arm = make(address=address, **options)
         except TypeError as error:
-            raise ConfigError(f"the driver {driver} does not take these options: {error}") from error
+            raise ConfigError(f"task.env.options: give the driver {driver} what it takes: {error}") from error
         try:
             yield arm
         finally:

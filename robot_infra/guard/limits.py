@@ -103,7 +103,8 @@ def read_limits(
     """
     if not entries or set(entries.values()) - set(UNITS) or entries.keys() & set(tools):
         raise ConfigError(
-            f"an arm's entries are {{name: unit}}, with {', '.join(map(repr, UNITS))} as units, not {dict(entries)}"
+            f"an arm's entries should be {{name: unit}}, with {', '.join(map(repr, UNITS))} as units, not "
+            f"{dict(entries)}"
         )
     ranges = ranges or {}
     tools = tools if has_tool else ()
@@ -116,7 +117,7 @@ def read_limits(
             "--limits measures the ranges"
         )
     if unknown := [name for name in written if name not in wanted]:
-        raise ConfigError(f"limits: this arm has no {', '.join(unknown)}; it has {', '.join(wanted)}")
+        raise ConfigError(f"limits: this arm has no {', '.join(unknown)}; use its own names, {', '.join(wanted)}")
     rows = [_entry(name, written[name], ranges.get(name)) for name in entries]
     low, high, speed, jump, tracking = np.array(rows, float).T
     if not has_tool:
@@ -158,7 +159,7 @@ def read_home(limits: Limits, written: Mapping[str, Any] | None) -> Array:
         raise ConfigError(f"home: say where episodes start, as in `home: {{{pose}}}`, not {written}")
     home = np.array([_number(f"home.{name}", written[name]) for name in names])
     if ((home < limits.low) | (home > limits.high)).any():
-        raise ConfigError(f"home: {dict(written)} lies outside of the ranges of limits: change one of them")
+        raise ConfigError(f"home: {dict(written)} should lie within the ranges of limits")
     return home
 
 
@@ -177,7 +178,7 @@ def read_waypoints(limits: Limits, written: Mapping[str, Any]) -> Array:
             is_drawn = isinstance(position, Sequence) and not isinstance(position, str)
             pose[:, names.index(str(entry))] = _pair(place, position) if is_drawn else _number(place, position)
         if ((pose < limits.low) | (pose > limits.high)).any():
-            raise ConfigError(f"waypoints.{title}: {dict(said)} lies outside of the ranges of limits")
+            raise ConfigError(f"waypoints.{title}: {dict(said)} should lie within the ranges of limits")
     return ends
 
 
@@ -190,7 +191,7 @@ def _entry(name: str, written: Any, own_range: Sequence[float] | None) -> tuple[
 
 def _checked(name: str, written: Any, keys: Sequence[str]) -> Mapping[str, Any]:
     if not isinstance(written, Mapping) or set(written) != set(keys):
-        raise ConfigError(f"limits.{name}: has {', '.join(keys)}, and nothing else; not {written}")
+        raise ConfigError(f"limits.{name}: should have {', '.join(keys)}, and nothing else; not {written}")
     return written
 
 

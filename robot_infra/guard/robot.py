@@ -53,12 +53,12 @@ class GuardedRobot:
     ) -> None:  # fmt: skip
         if space not in SPACES or space.endswith("_delta") == (stroke is None):
             raise ConfigError(
-                f"space={space}: use {', '.join(SPACES)}; a delta needs a stroke, and nothing else has one"
+                f"task.env.space={space}: use {', '.join(SPACES)}; a delta needs a stroke, and nothing else has one"
             )
         if not (0 < fps <= servo_hz <= 1000 and 0 < home_speed <= 1):
             raise ConfigError(
-                f"fps={fps:g} servo_hz={servo_hz:g} home_speed={home_speed:g}: servo_hz is at most 1000 and at least "
-                "fps, and home_speed a share of the speed limits, above 0 and at most 1"
+                f"task.env.fps={fps:g} task.env.servo_hz={servo_hz:g} task.env.home_speed={home_speed:g}: "
+                "servo_hz is at most 1000 and at least fps, home_speed a share of the speed limits, above 0, at most 1"
             )
         self.space, self.fps, self.steps = space, fps, 0
         self.waypoints = tuple(map(str, waypoints or ()))

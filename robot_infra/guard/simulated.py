@@ -36,7 +36,9 @@ class SimulatedGuard:
         with ExitStack() as stack:
             self.arm = stack.enter_context(open_arm(start.driver, start.address, start.options))
             if not self.arm.is_simulated:
-                raise ConfigError(f"{start.driver} drives a real arm, which needs a guard in a process of its own")
+                raise ConfigError(
+                    f"{start.driver} drives a real arm, which needs a guard's process: say task.env.guard=true"
+                )
             self._guard = Guard(self.arm, start, sleep=lambda _: None)
             self._opened = stack.pop_all()
         self.is_open = True

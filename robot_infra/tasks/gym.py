@@ -156,8 +156,16 @@ class GymEnv:
         """Do nothing: time stands still between two steps."""
 
     def recover(self) -> None:
-        """Make the task again, because one that has raised may be broken. Raises RobotFault if it cannot be made."""
-        self._close()
+        """Make the task again, because one that has raised may be broken.
+
+        Raises RobotFault if it cannot be made, or, on a real clock, not be closed: it may still have its robot.
+        """
+        try:
+            self._close()
+        except RobotFault as error:
+            if self.clock == "real":
+                cure = "It may still have its robot: press r to try again, or end this actor and start it again"
+                raise RobotFault(f"{error}. {cure}", "error") from error
         try:
             self._env = self._make()
         except ConfigError as error:
@@ -169,10 +177,11 @@ class GymEnv:
         """Close the task; an error of it is only logged."""
         if self._person is not None:
             self._person.close()
-        self._close()
+        with suppress(RobotFault):  # else it would hide the error that ended the run
+            self._close()
 
     def _close(self) -> None:
-        with suppress(RobotFault), self._explained("close"):  # else it would hide the error that ended the run
+        with self._explained("close"):
             self._env.close()
 
     def _succeeded(self, info: Mapping[str, Any]) -> bool | None:
@@ -218,7 +227,9 @@ def _make(env_id: str, options: Mapping[str, Any], wrap: Callable[[Any], Any]) -
         raise ConfigError(f"gymnasium cannot make {env_id}: {words}{cure}") from None
     except Exception as error:
         log.exception("the environment %s raised in make", env_id)
-        raise ConfigError(f"the environment {env_id} failed in make(): {said(error)}") from error
+        raise ConfigError(
+            f"the environment {env_id} failed in make(): {said(error)}. Mend it, or take another task.env_id=..."
+        ) from error
 
 
 def said(error: Exception) -> str:

@@ -62,7 +62,7 @@ class Actions:
         if not is_box and not isinstance(space, Discrete | MultiDiscrete | MultiBinary):
             kind = space.dtype if isinstance(space, Box) else type(space).__name__
             known = "only a Box of floats fits, or Discrete, MultiDiscrete and MultiBinary"
-            raise ConfigError(f"{task} takes actions of {kind}; {known}")
+            raise ConfigError(f"task.env_id={task} takes actions of {kind}; {known}")
         self.is_choice = not is_box
         self._space: Any = space
         self._groups: list[int] = []
@@ -125,7 +125,7 @@ def _leaves(task: str, space: Any, path: Path) -> Iterator[tuple[Path, Any]]:
         yield path, space
     else:
         kinds = "Box, Discrete, MultiDiscrete and MultiBinary fit, and a Dict of them"
-        raise ConfigError(f"{task} sees a {type(space).__name__} space; {kinds}")
+        raise ConfigError(f"task.env_id={task} sees a {type(space).__name__} space; {kinds}")
 
 
 def _is_image(leaf: Any) -> bool:
@@ -144,7 +144,7 @@ def _named(leaves: Mapping[Path, Any]) -> dict[str, tuple[Path, Any]]:
             name = f"observation.{'.'.join(path) or 'state'}"
         if name in found:
             one, other = ".".join(found[name][0]), ".".join(path)
-            raise ConfigError(f"{one} and {other} of the task would both be {name}: rename one")
+            raise ConfigError(f"{one} and {other} of the task would both be {name}: give one another name")
         found[name] = path, leaf
     return found
 
@@ -161,5 +161,7 @@ def _feature(leaf: Any) -> Feature:
     if not _is_image(leaf):
         return Feature((flatdim(leaf),))
     if leaf.shape[2] not in (1, 3, 4):
-        raise ConfigError(f"an image must be [height, width, channel], not {list(leaf.shape)}")
+        raise ConfigError(
+            f"an image should be [height, width, channel], with 1, 3 or 4 channels, not {list(leaf.shape)}"
+        )
     return Feature(leaf.shape, "uint8")

@@ -46,7 +46,7 @@ class Hands:
 
     def __init__(self, devices: Sequence[Device], action: Feature, space: str, *, takeover: str = "touch") -> None:
         if takeover not in TAKEOVERS:
-            raise ConfigError(f"takeover={takeover} is unknown; use {' or '.join(TAKEOVERS)}")
+            raise ConfigError(f"task.devices.takeover={takeover} is unknown; use {' or '.join(TAKEOVERS)}")
         moves = frozenset[str]().union(*(device.moves or action.names for device in devices))
         leads = any(device.moves is None for device in devices)
         if not action.names or not moves.issuperset(action.names) or not (leads or space.endswith("_delta")):

@@ -47,7 +47,7 @@ class Rescuer(Scripted):
     ) -> None:  # fmt: skip
         if takeover_after < 1 or handback_after < 1:
             raise ConfigError(
-                "takeover_after and handback_after of the scripted operator are at least 1 step, not "
+                "takeover_after and handback_after of the scripted operator should be at least 1 step, not "
                 f"{takeover_after} and {handback_after}"
             )
         self._remaining, self._margin = remaining, margin

@@ -102,7 +102,7 @@ class PolicyHost:
             tensors = safetensors.torch.load_file(file)
         except (safetensors.SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"weights file {file.name} is damaged ({error}): keeping the current ones until the next"
+                f"weights file {file.name} is damaged ({error}): nothing to do, the current ones act until the next"
             ) from None
         layout = {name: tensor.shape for name, tensor in tensors.items()}
         if layout != self._layout:
@@ -111,7 +111,7 @@ class PolicyHost:
             raise _unfit(f"{name} is {there} there and {here} here")
         if bad := not_finite(tensors):
             raise ConfigError(
-                f"weights file {file.name} is not finite in {bad}: keeping the current ones until the next"
+                f"weights file {file.name} is not finite in {bad}: nothing to do, the current ones act until the next"
             )
         return self._on.copies(tensors)  # this reads what load_file has only mapped
 

@@ -37,13 +37,15 @@ class Form:
         names = ", ".join(spec.observation)
         for theirs, ours in keys.items():
             if ours not in spec.observation:
-                raise ConfigError(f"bridge.keys: {theirs!r} stands for {ours!r}; the robot has {names}")
+                raise ConfigError(
+                    f"bridge.keys: {theirs!r} stands for {ours!r}; name one of the robot's features, {names}"
+                )
         if len(set(keys.values())) < len(keys):
             raise ConfigError("bridge.keys: two keys stand for the same feature; name each feature once")
         own = {ours: theirs for theirs, ours in keys.items()}
         self._features = {own.get(name, name): (name, feature) for name, feature in spec.observation.items()}
         if len(self._features) < len(spec.observation) or PROMPT in self._features:
-            raise ConfigError(f"bridge.keys: no key is named {PROMPT!r} or like another feature of the robot ({names})")
+            raise ConfigError(f"bridge.keys: name no key {PROMPT!r}, nor like another feature of the robot ({names})")
         numbers = sum(math.prod(feature.shape) for feature in spec.observation.values())
         self.limit = max(LEAST_LIMIT, (64 << 10) + WIDEST * numbers)  # bytes of a request
 

@@ -29,6 +29,7 @@ from serl_launcher.service.fair_queue import FairQueue
 from serl_launcher.service.link import connect, wait_for_spec
 from serl_launcher.service.peers import KeyOwner, check_hello, check_role
 from serl_launcher.store.weights import path
+from serl_launcher.supervisor import END
 from serl_launcher.training import budget, memory
 from serl_launcher.training.build import build, device_of, seed, untrained
 
@@ -257,7 +258,7 @@ def flat(report: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None] = lambda: None) -> None:
-    """Answer actors until SIGTERM; `begun` is called once there are weights to act with.
+    """Answer actors until END; `begun` is called once there are weights to act with.
 
     Weights that are not of the config's algorithm are left aside: the trainer says what they mean for the run.
     """
@@ -275,7 +276,7 @@ def infer(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], Non
         )  # fmt: skip
         bridge = bridge_of(config, server.host, server.ask, run_dir)
         stopped: list[int] = []
-        signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+        signal.signal(END, lambda number, _: stopped.append(number))
         beat = 0.0
 
         def newest() -> Any:

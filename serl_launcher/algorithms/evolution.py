@@ -41,7 +41,7 @@ class CMAES(nn.Module):
         self.size, self.diagonal = size, diagonal
         self.population = population or 4 + int(3 * math.log(size))
         if self.population < 4 or not sigma > 0:
-            raise ConfigError(f"evolution needs population >= 4 and sigma > 0, not {self.population} and {sigma}")
+            raise ConfigError(f"algo.population={self.population}, algo.sigma={sigma}: say 4 or more, and more than 0")
         self._constants()
         wide, ones = torch.float64, torch.ones(size, dtype=torch.float64)
         self.register_buffer("mean", torch.zeros(size, dtype=wide))

@@ -108,7 +108,9 @@ class RewardClassifier(Algorithm):
                 f"algo.stages={stages}: these rows have no column `{STAGE}`: record with task.stages={stages}"
             )
         if unknown := {*(inputs or ())} - spec.observation.keys():
-            raise ConfigError(f"algo.inputs: this robot has no {min(unknown)}; it has {', '.join(spec.observation)}")
+            raise ConfigError(
+                f"algo.inputs: this robot has no {min(unknown)}; name some of {', '.join(spec.observation)}"
+            )
         names = spec.observation if inputs is None else inputs
         seen = replace(spec, observation={name: spec.observation[name] for name in names})
         self.classifier = Classifier(Logit(encoder(seen), hidden, stages), stages, ActionScale(spec.action, "bounds"))

@@ -58,7 +58,9 @@ class TDMPC2(Algorithm):
         self.optimizer = optimizer(self.planner.model)
         self.policy_optimizer = policy_optimizer(self.planner.prior)
         if max(self.optimizer.accumulation, self.policy_optimizer.accumulation) > 1:
-            raise ConfigError("TD-MPC2 takes a batch whole: say accumulation=1, and a smaller batch_size")
+            raise ConfigError(
+                "algo=tdmpc2 takes a batch whole: leave accumulation out, and say a smaller batch_size=..."
+            )
         self.weights = dict(weights)
         self.rho, self.entropy, self.behaviour, self.discount, self.tau = rho, entropy, behaviour, discount, tau
         self.size = spec.action.shape[0]

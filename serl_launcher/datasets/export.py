@@ -26,6 +26,7 @@ from serl_launcher.datasets.names import INSTALL, LEFT_OUT, MANIFEST
 from serl_launcher.replay.verdicts import rewards_of_run
 from serl_launcher.service.link import capacities, connect, wait_for_spec
 from serl_launcher.store.index import Index
+from serl_launcher.supervisor import END
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of
 
@@ -92,7 +93,7 @@ def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) 
         index = Index(run_dir / "store" / "index.sqlite")
         there = {name: source.capacity for name, source in index.sources().items()}
         if unknown := set(sources or ()) - set(there):
-            raise ConfigError(f"{run_dir} has no source {', '.join(sorted(unknown))}; there are {', '.join(there)}")
+            raise ConfigError(f"{run_dir} has no source {', '.join(sorted(unknown))}: name one of {', '.join(there)}")
         run, spec = index.meta("run"), Spec.from_dict(index.meta("spec"))
         committed = {name: (source.tail, source.head) for name, source in index.sources().items()}
         verdict = rewards_of_run(run_dir)
@@ -110,7 +111,7 @@ def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) 
 
 # -- the process
 def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
-    """Run the export process: export until SIGTERM, then the rest for at most FINISH_S."""
+    """Run the export process: export until END, then the rest for at most FINISH_S."""
     os.nice(NICE)
     signalled: list[float] = []
 
@@ -118,7 +119,7 @@ def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
         signalled.append(clock.monotonic())
         logging.getLogger(ROOM).setLevel(logging.INFO)  # from now on people wait for the export
 
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(END, stop)
     names = [] if shards.missing() else wanted(config, plan)  # the launcher has logged what is missing
     with _alone(run_dir / "datasets"), connect(local, "export") as link:
         if (spec := wait_for_spec(link, stopping=lambda: bool(signalled))) is None:

@@ -54,7 +54,12 @@ def open_datasets(plan: Plan) -> dict[str, Dataset | RobomimicFile]:
 
     The same for a calibration that cannot be read.
     """
-    found = {name: dataset_at(source.dataset) for name, source in plan.sources.items() if source.dataset}
+    found = {}
+    for name, source in plan.sources.items():
+        try:
+            found |= {name: dataset_at(source.dataset)} if source.dataset else {}
+        except ConfigError as error:
+            raise ConfigError(f"plan.sources.{name}.dataset={source.dataset}: {error}") from None
     for name, dataset in found.items():
         if (calibration := plan.sources[name].calibration) is not None:
             degrees_per_percent(calibration)

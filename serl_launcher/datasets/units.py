@@ -84,7 +84,9 @@ def degrees_per_percent(name: str) -> dict[str, float]:
         ends = {name: (motor["range_min"], motor["range_max"], motor["drive_mode"]) for name, motor in motors}
         for motor, (low, high, mode) in ends.items():
             if mode != 0 or not 0 <= low < high <= TURN:
-                raise ConfigError(f"{path}: {motor} is turned around, or does not count {TURN + 1} steps in a turn")
+                raise ConfigError(
+                    f"{path}: {motor} is turned around, or does not count {TURN + 1} steps in a turn: take another file"
+                )
         return {f"{motor}.pos": (high - low) / 200 * 360 / TURN for motor, (low, high, _) in ends.items()}
 
 
@@ -117,19 +119,21 @@ def _factors(
         raise ConfigError(
             f"{at}: the {name} of {folder} is in {unit if is_asked else [*units]}, the run's in {[*theirs.units]}, and "
             "only percent become degrees. Take another dataset, or begin another run whose task is in its unit "
-            "(task=so101: use_degrees)"
+            "(task=so101: task.env.options.robot.use_degrees)"
         )
     if source.calibration is None:
         raise ConfigError(
             f"{at}: the {name} of {folder} is in percent, the run's in {wanted}. To convert it, say {at}.calibration="
             f"FILE, lerobot's calibration of the arm when that was recorded ({WHERE}). Without that file, begin "
-            "another run in percent (task=so101: use_degrees=false)"
+            "another run in percent (task=so101: task.env.options.robot.use_degrees=false)"
         )
     factors, degrees = np.ones(len(theirs.units)), degrees_per_percent(source.calibration)
     for i in others:
         entry = (theirs.names or mine.names or [str(i)] * (i + 1))[i]
         if entry not in degrees:
             known = ", ".join(degrees)
-            raise ConfigError(f"{source.calibration} is of another arm: the {name} has {entry}, it has {known}")
+            raise ConfigError(
+                f"{source.calibration} is of another arm, with {known}: give that of the arm whose {name} has {entry}"
+            )
         factors[i] = degrees[entry]
     return factors

@@ -105,7 +105,7 @@ class LatentModel(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         if simplex and latent % simplex:
-            raise ConfigError(f"algo.model: latent={latent} is no multiple of simplex={simplex}")
+            raise ConfigError(f"algo.model: latent={latent} should be a multiple of simplex={simplex}")
         self.values, self.latent = TwoHot(bins=bins, reach=reach) if bins else Scalar(), latent
         self.scale, inputs, outputs = ActionScale(spec.action), latent + spec.action.shape[0], bins or 1
 

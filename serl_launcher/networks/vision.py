@@ -87,12 +87,13 @@ def images_of(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:
         if not there:
             raise ConfigError(
                 "the policy needs cameras, and this robot has none: say task.cameras=true if the task offers it, "
-                "or name no camera (cameras=[]), to see states alone. A run that began without them stores none: say "
-                "another run_dir=..."
+                "or name no camera (policy.encoder.cameras=[]), to see states alone. A run that began without them "
+                "stores none: say another run_dir=..."
             )
         return there
     names = [IMAGES + camera for camera in cameras]
     if unknown := [camera for camera, name in zip(cameras, names, strict=True) if name not in there]:
-        has = ", ".join(name.removeprefix(IMAGES) for name in there) or "none: say task.cameras=true"
-        raise ConfigError(f"this robot has no camera {', '.join(unknown)}; it has {has}")
+        has = ", ".join(name.removeprefix(IMAGES) for name in there)
+        cure = f"name some of {has}" if has else "it has none: say task.cameras=true"
+        raise ConfigError(f"this robot has no camera {', '.join(unknown)}; {cure}")
     return tuple(sorted(set(names)))

@@ -61,7 +61,7 @@ class Optimizer:
         accumulation: int = 1, rule: str = "adamw",
     ) -> None:  # fmt: skip
         if rule not in RULES:
-            raise ConfigError(f"optimizer.rule={rule}: say one of {', '.join(RULES)}")
+            raise ConfigError(f"algo.optimizer.rule={rule}: say one of {', '.join(RULES)}")
         self.module, self.learning_rate, self.accumulation = module, learning_rate, accumulation
         self.grad_clip_norm = grad_clip_norm
         self.parameters = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
@@ -96,7 +96,7 @@ class Optimizer:
         if world.size == 1:
             return
         if sharding and self._rule is not _Adam:
-            raise ConfigError("an optimizer with rule=laprop has no shards: say sharding=replicas")
+            raise ConfigError("algo.optimizer.rule=laprop has no shards: say sharding=replicas")
         self.steps, norm, names = world.broadcast([self.steps, float(self._norm), list(self._loaded)])
         self._norm = torch.tensor(norm)
         own = (self.module, self.parameters, self._groups)
@@ -158,7 +158,7 @@ def grouped(parameters: Parameters, rates: Mapping[str, float]) -> Groups:
     for beginning in rates:
         if not any(name.startswith(beginning) for name in parameters):
             raise ConfigError(
-                f"rates.{beginning}: no trained weight's name begins so; these are {', '.join(parameters)}"
+                f"rates.{beginning}: no trained weight's name begins so; use the beginnings of {', '.join(parameters)}"
             )
     groups: dict[float, list[nn.Parameter]] = {}
     for name, weight in parameters.items():

@@ -332,7 +332,7 @@ def _entries(spec: Spec, name: str) -> list[int]:
     missing = [entry for entry in spec.action.names or ("?",) if entry not in names]
     if missing:
         raise ConfigError(
-            f"imitation_target={name} has names {names}, which lack {missing} of the action: "
-            "say imitation_target=action"
+            f"policy.imitation_target={name} has names {names}, which lack {missing} of the action: "
+            "say policy.imitation_target=action"
         )
     return [names.index(entry) for entry in spec.action.names]

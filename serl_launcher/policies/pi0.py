@@ -345,7 +345,8 @@ def _images(spec: Spec, cameras: Sequence[str]) -> tuple[str, ...]:
     there = sorted(name.removeprefix(IMAGES) for name in spec.observation if name.startswith(IMAGES))
     named = there if ALL in cameras else list(dict.fromkeys(cameras))
     if lacking := [name for name in named if name not in there]:
-        text = f"policy.cameras: this robot has no camera {', '.join(lacking)}; it has {', '.join(there) or 'none'}"
+        has = ", ".join(there) or "none"
+        text = f"policy.cameras: this robot has no camera {', '.join(lacking)}; it has {has}: name those"
         if there and len(lacking) == len(named):
             raise ConfigError(text)
         log.warning("%s", text)
@@ -359,7 +360,7 @@ def _check(policy: PI0, freeze: Sequence[str], precision: str) -> None:
             f"{policy.width} and policy.state_size={policy.state_size} must be at least that (both are 32 in pi0_base)"
         )
     if unknown := [part for part in freeze if part not in PARTS]:
-        raise ConfigError(f"policy.freeze: there is no part {', '.join(unknown)}; the parts are {', '.join(PARTS)}")
+        raise ConfigError(f"policy.freeze: there is no part {', '.join(unknown)}; name some of {', '.join(PARTS)}")
     if not policy.head.is_velocity:
         raise ConfigError("PI0 predicts velocities, as this head does not: say head=flow or head=mip_coin_flip")
     if precision not in PRECISIONS:

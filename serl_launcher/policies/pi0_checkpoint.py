@@ -78,7 +78,7 @@ def _read(file: Path) -> dict[str, Tensor]:
     try:
         tensors = safetensors.torch.load_file(file)
     except safetensors.SafetensorError as error:
-        raise ConfigError(f"policy.weights: {file} is no safetensors file ({error})") from None
+        raise ConfigError(f"policy.weights: {file} is no safetensors file ({error}): give another") from None
     return {translated(name): tensors[name] for name in sorted(tensors, key=lambda name: "lm_head" not in name)}
 
 

@@ -52,7 +52,9 @@ def rewards_of(config: DictConfig) -> VerdictRewards:
     try:
         said: Any = OmegaConf.select(config, WHERE)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{WHERE} cannot be read: {str(error).splitlines()[0]}") from None
+        raise ConfigError(
+            f"{WHERE} cannot be read: {str(error).splitlines()[0]}. Write it as {{success: 1.0, failure: 0.0}}"
+        ) from None
     said = {} if said is None else said
     if not isinstance(said, Mapping):
         raise ConfigError(f"{WHERE}={said}: write the rewards of both verdicts, as in {{success: 1.0, failure: 0.0}}")

@@ -70,13 +70,14 @@ def _check_idle_filter(idle_filter: IdleFilter, spec: Spec) -> None:
     if feature is None or not feature.dtype.startswith("float"):
         floats = [name for name, feature in spec.observation.items() if feature.dtype.startswith("float")]
         raise ConfigError(
-            f"idle_filter.column={idle_filter.column!r}: no float column; name one of {['action', *sorted(floats)]}"
+            f"algo.idle_filter.column={idle_filter.column!r}: no float column; name one of "
+            f"{['action', *sorted(floats)]}"
         )
     size = math.prod(feature.shape)
     if idle_filter.entries is not None and not (idle_filter.entries and set(idle_filter.entries) <= {*range(size)}):
         raise ConfigError(
-            f"idle_filter.entries={list(idle_filter.entries)}: {idle_filter.column} has the entries 0 to {size - 1}; "
-            "name some of these, or null for all"
+            f"algo.idle_filter.entries={list(idle_filter.entries)}: {idle_filter.column} has the entries 0 to "
+            f"{size - 1}; name some of these, or null for all"
         )
 
 

@@ -90,7 +90,13 @@ class StoreKeeper:
             self.store = made.result()
         except Exception as error:
             is_clear = isinstance(error, ConfigError)
-            self.fatal = error if is_clear else ConfigError(f"no store can be made in {self._run_dir}: {error}")
+            self.fatal = (
+                error
+                if is_clear
+                else ConfigError(
+                    f"no store can be made in {self._run_dir}: {error}. Mend that, or say another run_dir=..."
+                )
+            )
             self._tells_until = clock.monotonic() + TELL_S
 
     def degrade(self, error: Exception) -> None:

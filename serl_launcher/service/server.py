@@ -34,6 +34,7 @@ from serl_launcher.service.welcome import Welcomes
 from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
 from serl_launcher.store.weights import WeightFiles
+from serl_launcher.supervisor import END
 
 log = throttled(__name__)
 
@@ -289,10 +290,10 @@ def page_of(index: Index, since: int) -> tuple[int, list[list[Any]], bool]:
 
 
 def serve(run_dir: Path, *arguments: Any, begun: Callable[[], None] = lambda: None, **options: Any) -> None:
-    """Run a Server of these arguments until SIGTERM; `begun` is called once it listens."""
+    """Run a Server of these arguments until END; `begun` is called once it listens."""
     server = Server(run_dir, *arguments, **options)
     begun()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (END, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     log.info("serving %s on %s, process %d", run_dir, options["public"], os.getpid())
     try:
@@ -302,7 +303,7 @@ def serve(run_dir: Path, *arguments: Any, begun: Callable[[], None] = lambda: No
 
 
 def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:
-    """Run the server process of a run until SIGTERM; `begun` is called once it listens.
+    """Run the server process of a run until END; `begun` is called once it listens.
 
     `config.store` holds what the server needs of the plan: the launcher writes it before it starts us.
     """

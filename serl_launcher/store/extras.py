@@ -21,7 +21,9 @@ def with_extras(spec: Spec, extras: Mapping[str, Any]) -> Spec:
     added = {name: _feature(name, kind, spec) for name, kind in extras.items()}
     for name in added.keys() & spec.extras.keys():
         if difference({name: added[name].to_dict()}, {name: spec.extras[name].to_dict()}, UNSAID):
-            raise ConfigError(f"robot and algorithm both give the column {name}, and each another one: rename one")
+            raise ConfigError(
+                f"robot and algorithm both give the column {name}, and each another one: give one another name"
+            )
     return replace(spec, extras={**added, **spec.extras})
 
 

@@ -51,7 +51,7 @@ class Store:
     def __init__(self, folder: Path, archived: Collection[str] = ()) -> None:
         """Open the store that `create` made. Raises ConfigError when there is none, or none of this format."""
         if not is_there(folder):
-            raise ConfigError(f"there is no store in {folder}")
+            raise ConfigError(f"there is no store in {folder}: name the folder of a run")
         self.folder = folder
         self.index, self.rings = Index(folder / INDEX, writes=True), dict[str, Ring]()
         try:

@@ -78,6 +78,7 @@ class Learner:
         self._tracer = Tracer(ranks, sources, self.server.set_aside)
         self.changes: list[dict[str, Any]] = []  # {updates: at which, what} of settings, over all starts
         self.evaluations: dict[str, dict[str, Any]] = {}  # by phase, or phase@updates within one; the newest last
+        self._aside: dict[str, dict[str, Any]] = {}  # by outline: where plans stood when another one came
         self._forecast = Forecast()
         self._is_starved = False  # an update is due and its sources hold nothing for it: actors may go on at any pace
         self._began = self._fed = clock.monotonic()  # fed: when an update last had its data, or none was due
@@ -307,13 +308,14 @@ class Learner:
             "sources": self.sources.state_dict(), "torch": torch.get_rng_state(), "command": self.server.newest_command,
             "wall_s": self.wall_s, "phases": self.state.plan.outline, "evaluations": self.evaluations,
             "starts": self.counters.starts, "cost_s": self.keeper.schedule.cost, "changes": self.changes,
-            "person": self.server.person.state_dict(),
+            "person": self.server.person.state_dict(), "aside": self._aside,
         }  # fmt: skip
 
     def _resume(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint. If the plan's phases are others, take only what was learned, and begin the plan.
+        """Go on from a checkpoint. If the plan's phases are others, take only what was learned, and begin the plan, or
+        go on where it stood if nothing was learned since, as in an evaluation.
 
-        So does a run of demonstrations alone that goes on with another algorithm: nothing was learned there.
+        It begins, too, in a run of demonstrations alone that goes on with another algorithm: nothing was learned there.
         """
         self.publisher.version = dict(self.server.link.notice.weights)
         self.ranks.begin(saved and saved["algorithm"])
@@ -328,9 +330,17 @@ class Learner:
         self.changes = list(saved.get("changes", ()))
         if told := saved.get("person"):  # checkpoints of before have none
             self.server.person.load_state_dict(told)
-        if saved["algorithm"] is not None and saved["phases"] == self.state.plan.outline:
-            edits = self.state.load_state_dict(saved["plan"], accept=self.accept_plan, progress=self._progress())
-            self.evaluations = saved["evaluations"]
+        now, before = (" -> ".join(names) for names in (self.state.plan.outline, saved["phases"]))
+        self._aside = dict(saved.get("aside", {}))
+        self._aside[before] = {name: saved[name] for name in ("plan", "evaluations", "wall_s")}
+        stood = self._aside.pop(now, None)
+        if now != before:
+            self.server.commands.clear()
+        if saved["algorithm"] is not None and stood and stood["plan"]["updates"] == saved["plan"]["updates"]:
+            edits = self.state.load_state_dict(stood["plan"], accept=self.accept_plan, progress=self._progress())
+            if stood["plan"]["at"]["phase"]:
+                self.state.at.base["wall_s"] += saved["wall_s"] - stood["wall_s"]
+            self.evaluations = stood["evaluations"]
             phase = self.state.phase
             where, over = (f"resumed in phase {phase.name}", "") if phase else ("the run was over", OVER)
             log.info("%s after %d updates%s", where, self.state.updates, over)
@@ -339,7 +349,7 @@ class Learner:
             self.state = PlanState(self.state.plan, self._progress())
             self.state.updates = saved["plan"]["updates"]
             self.server.commands.clear()
-            log.info("a new plan begins with what %s had learned", " -> ".join(saved["phases"]))
+            log.info("the plan %s begins%s, with what %s had learned", now, " anew" * bool(stood), before)
         self._changed("; ".join(filter(None, [*edits, self.keeper.checkpoints.changed])))
 
     def _changed(self, what: str) -> None:

@@ -68,7 +68,9 @@ class Origin:
             module.load_state_dict(state)
         except RuntimeError as error:  # a headline, then a line for each kind of misfit
             why = "; ".join(line.strip() for line in str(error).splitlines()[1:4])
-            raise ConfigError(f"from={self.path} has other networks than this run: {why}") from None
+            raise ConfigError(
+                f"from={self.path} has other networks than this run: {why}. Ask for what it has, or begin without it"
+            ) from None
 
 
 def origin(config: DictConfig, spec: Spec) -> Origin:

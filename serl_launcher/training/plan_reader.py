@@ -381,5 +381,8 @@ def _without_operator(plan: p.Plan) -> p.Plan:
 def _rest(phase: str, data: Mapping[str, float], empty: Collection[str | None]) -> dict[str, float]:
     left = {source: share for source, share in data.items() if source not in empty}
     if not left:
-        raise ConfigError(f"plan.phases.{phase}.data: only an operator fills {', '.join(data)}, and there is none")
+        raise ConfigError(
+            f"plan.phases.{phase}.data: only an operator fills {', '.join(data)}: say task.has_operator=true, or "
+            "other data"
+        )
     return {source: share / sum(left.values()) for source, share in left.items()}

@@ -175,7 +175,7 @@ class PlanState:
         if name == "goto":
             check_choice(argument, self.plan.phases, "phase", "operator")
         elif argument:
-            raise ConfigError(f"operator: {name} takes nothing, not {argument!r}")
+            raise ConfigError(f"operator: say {name} without {argument!r}")
         if name in ("hold", "resume"):
             self.at.held = name == "hold"
         else:

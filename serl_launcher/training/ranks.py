@@ -17,7 +17,7 @@ from torch import Tensor
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.networks.mlp import Statistics
 from serl_launcher.optim.distributed import World, gathered
-from serl_launcher.supervisor import REFUSED
+from serl_launcher.supervisor import END, REFUSED
 from serl_launcher.training.staging import Staging
 from serl_launcher.types import Batch, Metrics
 
@@ -172,6 +172,7 @@ def launch_ranks(config: DictConfig, module: Sequence[str]) -> int:
     Returns the exit status: that of a rank that refused, 1 when one failed. Raises ConfigError for too few GPUs.
     """
     os.environ["LOGLEVEL"] = "CRITICAL"  # torch's launcher would say at length what we say below
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = END.name
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -13,6 +13,7 @@ from websockets.sync.client import connect as websocket
 from serl_launcher.acting import carries as module
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.acting.local import LocalSource
+from serl_launcher.supervisor import END
 from tests.service.foreign_client import Client
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.inference import algorithm_of, rlpd
@@ -50,7 +51,7 @@ def test_a_busy_process_takes_new_weights_reports_and_ends_when_it_is_told_to(co
     until(lambda: told.items() <= reported(server).items())
     asker.send(ask(reset=True))
     asker.wait(0.05)
-    process.child.terminate()
+    process.child.send_signal(END)
     assert process.child.wait(PATIENCE) == 0
 
 

@@ -69,9 +69,12 @@ def test_what_does_not_fit_is_refused_by_its_name(changes, sentence):
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"state": "observation.stat"}, "'state' stands for 'observation.stat'; the robot has observation.state"),
+        (
+            {"state": "observation.stat"},
+            "'state' stands for 'observation.stat'; name one of the robot's features, observation.state",
+        ),
         ({"a": STATE, "b": STATE}, "two keys stand for the same feature"),
-        ({"prompt": STATE}, "no key is named 'prompt'"),
+        ({"prompt": STATE}, "name no key 'prompt'"),
         ({CAMERA: STATE}, "or like another feature"),
         ({"a": {"b": STATE}}, "write {a client's key: our feature"),
         ([STATE], "write {a client's key: our feature"),

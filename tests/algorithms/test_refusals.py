@@ -39,7 +39,7 @@ QUICK = [
     ("algo=tdmpc2_tiny +algo.optimizer.accumulation=2", "takes a batch whole"),
     (
         "algo=reward_classifier algo.inputs=[observation.images.nowhere]",
-        "robot has no .*nowhere; it has observation",
+        "robot has no .*nowhere; name some of observation",
     ),
     ("algo=reward_classifier algo.positive=0", "1 or more positive steps"),
     ("algo=reward_classifier algo.focus=-1", "nothing below 0"),
@@ -64,7 +64,7 @@ SLOW = [
 ROBOTS = [
     ("algo=hybrid algo.gripper=griper", NAMED, r"no entry of the action is called 'griper'; did you mean 'gripper'\?"),
     ("algo=hybrid", robot(actions=1, cameras=()), r"needs an arm beside the gripper.*one entry: say algo=rlpd"),
-    *((f"algo=world_models_tiny algo.{word}", robot(states=0), "population >= 4 and sigma > 0")
+    *((f"algo=world_models_tiny algo.{word}", robot(states=0), "say 4 or more, and more than 0")
       for word in ("population=3", "sigma=0")),
     *((words, PLAIN, sentence) for words, sentence in QUICK),
     *(pytest.param(words, PLAIN, sentence, marks=pytest.mark.slow) for words, sentence in SLOW),

@@ -16,17 +16,23 @@ from serl_client.outbox import Outbox
 from tests.shared.common import PATIENCE, ROOT, free_port, until
 
 
-def test_a_name_that_nobody_gave_is_kept_by_the_folder_for_whoever_is_free_to_take_it(tmp_path, monkeypatch):
-    """A container has another host name at each start."""
+@pytest.mark.parametrize(
+    ("first", "second", "machine"),
+    [("0" * 12, "1" * 12, "robot-pc"), ("arm-7f9c5d4b8-x2xvz", "arm-7f9c5d4b8-bq9wk", "arm-0")],
+)
+def test_a_name_that_nobody_gave_is_kept_by_the_folder_for_whoever_is_free_to_take_it(
+    tmp_path, monkeypatch, first, second, machine
+):
+    """A container has another host name at each start, and so has a pod, but not that of a StatefulSet."""
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     for name in ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
-    first, second = "0" * 12, "1" * 12  # as a container's host is named
     monkeypatch.setattr("socket.gethostname", lambda: second)
     for damaged in ("", "../../elsewhere", "\n"):
         (tmp_path / ".name").write_text(damaged)
         assert named("auto", None, tmp_path) == second
     (tmp_path / ".name").unlink()
-    for name in ("robot-pc", first, second):
+    for name in (machine, first, second):
         keep_name(name, tmp_path)
     assert named("auto", None, tmp_path) == first
     with closing(Outbox(tmp_path / first / "0/outbox", 1)):
@@ -36,8 +42,11 @@ def test_a_name_that_nobody_gave_is_kept_by_the_folder_for_whoever_is_free_to_ta
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID")
     (tmp_path / second).mkdir()
     assert named("auto", None, tmp_path) == second, "it was here before"
-    monkeypatch.setattr("socket.gethostname", lambda: "robot-pc")
-    assert named("auto", None, tmp_path) == "robot-pc", "a machine keeps its own name"
+    monkeypatch.setattr("socket.gethostname", lambda: machine)
+    assert named("auto", None, tmp_path) == machine, "a machine keeps its own name"
+    monkeypatch.setattr("socket.gethostname", lambda: "rig-7f9c5d4b8-bq9wk")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST")
+    assert named("auto", None, tmp_path) == "rig-7f9c5d4b8-bq9wk", "it is no pod"
 
 
 @pytest.mark.slow

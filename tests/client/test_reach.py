@@ -115,14 +115,17 @@ def test_it_looks_by_itself_and_its_end_waits_for_no_look(lookout, monkeypatch):
     assert said() == [], "who has left hears no more"
 
 
-def test_ipv6_addresses_are_listened_on_reached_and_looked_at(spec, tmp_path):
-    """As host=::1 and ip=::1 say them; an actor asks for actions at the host by which it came."""
+@pytest.mark.parametrize(("ip", "shown"), [("::1", "[::1]"), ("gpu-box", "gpu-box")])
+def test_ipv6_addresses_and_names_are_listened_on_reached_and_looked_at(spec, tmp_path, monkeypatch, ip, shown):
+    """As host=::1 and ip=... say them; an actor asks for actions at the host by which it came."""
+    known = socket.getaddrinfo  # the name gpu-box has no IPv4 address
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *to, **how: known(host.replace(ip, "::1"), *to, **how))
     with closing(ServerThread(tmp_path / "run", host="::1", inference="tcp://*:7")) as server, TrainerClient(
-        tcp("::1", server.port), actor="arm", spec=spec, outbox=tmp_path / "outbox"
+        tcp(ip, server.port), actor="arm", spec=spec, outbox=tmp_path / "outbox"
     ) as client:  # fmt: skip
         until(lambda: client.connected)
-        assert client.inference == "tcp://[::1]:7"
-        assert look("::1", server.port, has_key=False).text.startswith(f"[::1]:{server.port} answers")
+        assert client.inference == f"tcp://{shown}:7"
+        assert look(ip, server.port, has_key=False).text.startswith(f"{shown}:{server.port} answers")
         config = composed(CONFIG, ["learner=true", "host=::1", f"port={server.port}"])
         with pytest.raises(ConfigError, match=rf"cannot listen on \[::1\]:{server.port} \(Address already in use\)"):
             check_ports(config)

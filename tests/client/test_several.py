@@ -15,10 +15,13 @@ from tests.shared.common import until
 PARENT = """
 import sys
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from serl_client.several import run_several
 from tests.client.test_several import waits
 if __name__ == "__main__":
+    join = BaseProcess.join
+    BaseProcess.join = lambda process: [Path(sys.argv[1], "told").touch(), join(process)]
     try:
         sys.exit(run_several(2, partial(waits, Path(sys.argv[1]))))
     except KeyboardInterrupt:
@@ -41,11 +44,14 @@ def fails(place: int, share: Share) -> None:
 
 
 def waits(folder: Path, place: int, share: Share) -> None:
-    """Says that it is there, then waits; keeps the pipe `alive` open while it lives."""
-    alive = (folder / "alive").open("w")
-    alive.write(str(place))
-    alive.flush()
-    signal.pause()
+    """Says that it is there, and when it ends, which lasts until all are told to; keeps the pipe `alive` open."""
+    alive = (folder / "alive").open("w", buffering=1)
+    print(os.getpid(), file=alive)
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        until((folder / "told").exists)
+        print("ended", file=alive)
 
 
 @pytest.mark.slow
@@ -59,12 +65,18 @@ def test_the_others_go_on_without_one_that_fails_and_do_its_share_and_only_if_al
     assert run_several(2, fails) == 1
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 130), (signal.SIGKILL, -9)])
-def test_all_end_with_their_parent(tmp_path, sent, status):
+@pytest.mark.parametrize(
+    ("sent", "to_all", "status"), [(15, False, 130), (15, True, 130), (1, True, 130), (9, False, -9)]
+)
+def test_all_end_in_order_with_their_parent(tmp_path, sent, to_all, status):
+    """Also where a system signals them all, or their terminal is closed."""
     os.mkfifo(tmp_path / "alive")
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
     with open(tmp_path / "alive") as alive:
-        assert {alive.read(1), alive.read(1)} == {"0", "1"}
+        processes = [int(alive.readline()) for _ in range(2)]
+        for process in processes * to_all:
+            os.kill(process, sent)
         parent.send_signal(sent)
         assert parent.wait(60) == status
-        assert alive.read() == "", "nobody holds the pipe any more"
+        (tmp_path / "told").touch()
+        assert alive.read() == "ended\n" * 2, "nobody holds the pipe any more"

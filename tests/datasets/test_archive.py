@@ -16,6 +16,7 @@ from serl_launcher.datasets import shards
 from serl_launcher.service.peers import ROLES
 from serl_launcher.store.errors import Full
 from serl_launcher.store.store import Store
+from serl_launcher.supervisor import END
 from tests.shared.clients import connected, push_all
 from tests.shared.common import until
 from tests.shared.servers import ServerThread
@@ -238,7 +239,7 @@ def test_actors_keep_what_a_full_archived_source_does_not_take_until_the_export_
             until(lambda: server.report()["sources"]["online"]["head"] > 100, NICED)
         with exporting(server) as last:
             until(lambda: client.pending[0] == 0 and client.state.degraded == "", NICED)
-            last.terminate()
+            last.send_signal(END)
             assert last.wait(NICED) == 0
         rows = server.episodes()
     assert sorted(rows, key=lambda name: rows[name]["first"]) == names

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from serl_launcher.service.server import serve
+from serl_launcher.supervisor import END
 from tests.shared.common import free_port
 from tools import keys
 
@@ -382,7 +383,7 @@ class Stage:
         self._stop.touch()
         self.until(lambda: not self.trainer.alive)
         self.server.wanted = self.trainer.wanted = False
-        self.server.signal(signal.SIGTERM)
+        self.server.signal(END)
         if not self.until(lambda: not self.server.alive) or self.server.status != 0:
             self.violations.append(f"the server did not end in order: {self.server.last_words}")
         if not self._was_sick and (said := [line for line in self.server.log.splitlines() if "DEGRADED" in line]):

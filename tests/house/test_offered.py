@@ -28,6 +28,8 @@ from serl_launcher.training.plan_reader import plan_of
 from tests.shared.common import CONFIG, ROOT
 from tests.shared.here import start
 
+from .test_refusals import WHOLE
+
 pytestmark = pytest.mark.usefixtures("one_thread", "same_loggers")
 
 OFFERED = groups(CONFIG)
@@ -216,9 +218,9 @@ def test_every_yaml_makes_a_run(group, name, tmp_path):
 
 
 def named() -> list[str]:
-    """The words `name=value` of README and docs that choose or set something of the config, each once."""
+    """The words `name=value` of README, docs and refusals that choose or set something of the config, each once."""
     known = set(OFFERED) | set(made().keys())
-    found = []
+    found = [*WHOLE]
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         code = re.findall(r"```(?:bash|text)?\n(.*?)```|```\w+\n.*?```|`([^`\n]+)`", page.read_text(), re.DOTALL)
         for word in shlex.split("\n".join(a or b for a, b in code).replace("'\"", "'"), comments=True):
@@ -251,7 +253,7 @@ def _placed(word: str):
 
 
 @pytest.mark.parametrize("word", [_placed(word) for word in named()])
-def test_every_word_that_a_page_names_is_taken(word):
+def test_every_word_that_a_page_or_a_refusal_names_is_taken(word):
     """It chooses what there is, or has a place and a value of the right kind under one of the choices."""
     override, complaints = read_word(word), []
     for home in homes(word.lstrip("+~").partition("=")[0]):

@@ -114,7 +114,7 @@ def test_weights_whose_name_begins_so_have_a_factor_of_the_rate_and_keep_it_when
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert steps(optimizer, 2, seed=5) == steps(resumed, 2, seed=5)
     assert torch.equal(weights(module), weights(before))
-    with pytest.raises(ConfigError, match=r"rates.encoder: no trained weight's name begins so; these are first.weight"):
+    with pytest.raises(ConfigError, match=r"rates.encoder: no .* name begins so; use the beginnings of first.weight"):
         Optimizer(module, learning_rate=0.1, rates={"encoder": 0.3})
 
 

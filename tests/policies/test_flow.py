@@ -86,7 +86,7 @@ def test_a_measured_state_is_imitated_by_the_names_of_the_action():
 
 def test_an_action_that_no_state_measures_cannot_be_imitated_that_way():
     unnamed = replace(SPEC, observation={STATE: Feature((3,), names=("load", "elbow", "x"))})
-    with pytest.raises(ConfigError, match=r"'wrist'.*say imitation_target=action"):
+    with pytest.raises(ConfigError, match=r"'wrist'.*say policy.imitation_target=action"):
         policy_of(unnamed, imitation_target=STATE)
     with pytest.raises(ConfigError, match=r"imitation_target=observation.joints"):
         policy_of(imitation_target="observation.joints")

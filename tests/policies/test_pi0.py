@@ -187,9 +187,9 @@ def test_cameras_that_the_robot_lacks_are_left_out_with_a_word_but_not_all_of_th
         policy = make(TOP, cameras=["left", "top", "right"])
     assert policy.inputs == (STATE, TOP)
     assert [record.getMessage() for record in caplog.records] == [
-        "policy.cameras: this robot has no camera left, right; it has top"
+        "policy.cameras: this robot has no camera left, right; it has top: name those"
     ]
-    with pytest.raises(ConfigError, match="this robot has no camera tpo; it has left, top"):
+    with pytest.raises(ConfigError, match="this robot has no camera tpo; it has left, top: name those"):
         make(LEFT, TOP, cameras=["tpo"])
 
 
@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_refused():
     for options, text in (
         ({"width": 1}, r"action has 2 numbers and its state 5: policy\.width=1"),
         ({"state_size": 4}, r"policy\.state_size=4 must be at least that"),
-        ({"freeze": ["eyes"]}, r"no part eyes; the parts are vision, language, expert"),
+        ({"freeze": ["eyes"]}, r"no part eyes; name some of vision, language, expert"),
         ({"precision": "half"}, r"precision=half: say one of float32, bfloat16"),
         ({"weights": "/nowhere"}, r"weights=/nowhere: no such file"),
     ):

@@ -75,13 +75,14 @@ def assert_finished(programs, before):
 
 LEARNER = {"launcher", "server", "trainer", "inference"}
 SIGNALS = {"Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM, "SIGHUP": signal.SIGHUP, "plan.py stop": None}
+SIGNALS[SYSTEMD := "SIGTERM to all"] = signal.SIGTERM  # KillMode=control-group
 
 
 @pytest.mark.parametrize(
     "strikes",
     [
         pytest.param([{*LEARNER, "actor"}], marks=pytest.mark.program, id="all at once"),
-        pytest.param(["Ctrl-C", "plan.py stop"], marks=pytest.mark.slow, id="stopped"),
+        pytest.param(["Ctrl-C", "plan.py stop", SYSTEMD], marks=pytest.mark.slow, id="stopped"),
         pytest.param(
             ["SIGTERM", "SIGHUP", {"inference"}, {"server"}, {"actor"}, {"trainer"}, {"launcher"}],
             marks=pytest.mark.nightly, id="each",
@@ -100,6 +101,8 @@ def test_killed_or_interrupted_in_any_process_and_in_all_the_run_goes_on_to_its_
     for victims in strikes:
         before = programs.practised(programs.facts().practised + 40)
         if isinstance(victims, str):
+            for name in {*LEARNER} - {"launcher"} if victims == SYSTEMD else ():
+                os.kill(programs.alive()[name], signal.SIGTERM)
             interrupt(programs, learner, SIGNALS[victims], left={"actor"})
             interrupt(programs, actor, SIGNALS[victims] or signal.SIGINT, left=set())
             stopped = re.findall(r"stopped after (\d+) updates", programs.said())[-1]

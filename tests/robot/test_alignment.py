@@ -222,8 +222,8 @@ def test_a_crop_is_the_part_that_it_names_a_size_averages_and_both_stand_in_the_
     [
         ({"crop": [0, 0, 7, 8]}, r"crop \[0, 0, 7, 8\] lies outside of an image of \[6, 8\]"),
         ({"crop": [0, 0, 4, 9]}, r"crop \[0, 0, 4, 9\] lies outside of an image of \[6, 8\]"),
-        ({"crop": [0, 0, 4]}, "crop of a camera has 4 whole numbers"),
-        ({"size": [2.5, 4]}, "size of a camera has 2 whole numbers"),
+        ({"crop": [0, 0, 4]}, "crop of a camera should be 4 whole numbers"),
+        ({"size": [2.5, 4]}, "size of a camera should be 2 whole numbers"),
     ],
 )
 def test_a_cut_that_cannot_be_is_one_sentence(sensor, cut, said):

@@ -113,7 +113,7 @@ def test_an_arm_has_one_owner_by_whatever_name_and_is_free_when_its_guard_was_ki
     ("changes", "said"),
     [
         ({"limits": None}, r"no limits for shoulder, elbow.*write in the task's yaml.*range: \[LOW, HIGH\]"),
-        ({"options": {"hertz": 3}}, "does not take these options.*hertz"),
+        ({"options": {"hertz": 3}}, "task.env.options: give the driver .* what it takes: .*hertz"),
         ({"options": {"log": "/nowhere"}}, "FileNotFoundError"),
     ],
     ids=["no limits", "a wrong option", "a driver that fails"],

@@ -291,6 +291,20 @@ def test_a_task_that_has_raised_is_made_again_with_its_script(monkeypatch):
         env.recover()
 
 
+def test_a_real_task_that_cannot_be_closed_is_not_made_again_beside_it(monkeypatch):
+    env = GymEnv("Task-v0", clock="real", fps=30)
+    first = env._env
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "close", lambda: 1 / 0)
+        with pytest.raises(
+            RobotFault, match=r"failed in close\(\): ZeroDivisionError.*It may still have its robot: press r"
+        ):
+            env.recover()
+        assert env._env is first
+    env.recover()
+    assert env._env is not first
+
+
 def test_what_a_task_returns_by_mistake_is_its_failure_too(monkeypatch):
     env = env_of()
     env.reset(0)

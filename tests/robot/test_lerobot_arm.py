@@ -311,8 +311,8 @@ def test_what_a_robot_made_of_an_action_is_told():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: LerobotArm("", robot={"type": "nobodys"}), "robot.type=nobodys is unknown.*it knows .*so101_fol"),
-        (lambda: x(volts=3), r"lerobot's x_robot does not take this.*it takes .*serial"),
+        (lambda: LerobotArm("", robot={"type": "nobodys"}), "robot.type=nobodys is unknown.*use one of .*so101_fol"),
+        (lambda: x(volts=3), r"lerobot's x_robot does not take this.*use .*serial"),
         (lambda: x(serial="new"), "x_robot is not calibrated.*lerobot-calibrate --robot.type=x_robot"),
         (lambda: x(cameras={"eye": {}}), "name them under `cameras`"),
         (lambda: x(leader={"type": "x_leader", "names": "a.pos"}), "x_leader gives a.pos, and x_robot takes base.pos"),

@@ -50,5 +50,5 @@ def test_without_stages_the_rows_have_no_column_and_what_cannot_be_is_refused():
         for stages in (0, 10):
             with pytest.raises(ConfigError, match=rf"task.stages={stages}: say 1 \(success alone\) to 9"):
                 stages_of(env, Keys({}), stages)
-    with pytest.raises(ConfigError, match="the env of this task is a SimpleNamespace, whose rows have no stages"):
+    with pytest.raises(ConfigError, match="the env of this task is a SimpleNamespace, whose rows have none: say 1"):
         stages_of(SimpleNamespace(), Keys({}), 2)

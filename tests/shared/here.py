@@ -71,7 +71,7 @@ def serving(config: DictConfig) -> Iterator[tuple[str, int]]:
 def answering(config: DictConfig, local: str) -> Iterator[None]:
     """The inference of a learner at this address, as long as this lasts."""
     signals: list[Callable[..., object]] = []
-    caught = SimpleNamespace(SIGTERM=15, signal=lambda _, handler: signals.append(handler))
+    caught = SimpleNamespace(signal=lambda _, handler: signals.append(handler))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inference, "signal", caught)
         with thread(partial(inference.infer, config, Path(config.run_dir), local)) as errors:

@@ -17,6 +17,7 @@ from serl_client.keys import Key
 from serl_launcher.service.server import Server
 from serl_launcher.store import weights
 from serl_launcher.store.schema import EpisodeInfo
+from serl_launcher.supervisor import END
 
 from . import oracle
 from .common import PATIENCE, free_port, until
@@ -151,7 +152,7 @@ class ServerProcess(_Asked):
     def close(self):
         self.hang_up()
         self.process.send_signal(signal.SIGCONT)
-        self.process.terminate()
+        self.process.send_signal(END)
         self.process.wait(PATIENCE)
 
 

@@ -173,7 +173,7 @@ def test_nobody_and_somebody_else_at_the_learners_port(tmp_path):
 def test_a_learner_of_another_protocol_is_told_with_both_numbers(learner, tmp_path, monkeypatch):
     monkeypatch.setattr(network, "m", SimpleNamespace(**vars(messages) | {"PROTOCOL": (90, 91)}))
     ours = "{}-{}".format(*messages.PROTOCOL)
-    assert_says(network.protocol, planned("actor", tmp_path, f"port={learner}"), "FAIL", "90-91", ours, "on each")
+    assert_says(network.protocol, planned("actor", tmp_path, f"port={learner}"), "FAIL", "90-91", ours, "on both")
     assert installs(found(network.protocol, planned("actor", tmp_path, f"port={learner}"))[1], tmp_path) == []
 
 

@@ -1,8 +1,10 @@
 """The trainer stops anywhere and goes on as if it had not: weights, random numbers, plan, pace and orders."""
 
 import copy
+import logging
 import shutil
 from contextlib import closing
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -126,13 +128,26 @@ def test_an_edit_of_the_current_phase_is_refused_unless_it_is_accepted(server, l
 
 
 @pytest.mark.slow
-def test_another_plan_begins_with_what_was_learned(server, live):
+def test_another_plan_begins_with_what_was_learned_and_the_first_goes_on_if_that_is_all(server, live, caplog):
     first = live(server, plan_of(**LEARNING), dies_after=20).run()
+    stood = first.learner.keeper.checkpoints.load()["plan"]["at"]
     look = plan_of(look=phase(updates=(), until="wall_s >= 0.1"))
     second = live(server, look, seed=1).run()
     assert (second.made, second.updates) == ([], 20)
     assert not differences(second.algorithm.state_dict(), first.algorithm.state_dict())
     assert second.act() == first.act()
+    third = live(server, plan_of(**LEARNING), seed=2, dies_after=2).run()
+    at = asdict(third.learner.state.at)
+    assert 0.1 <= at["base"].pop("wall_s") - stood["base"].pop("wall_s") < third.learner.wall_s
+    assert at | {"turn": None} == stood | {
+        "updates": stood["updates"] + 2,
+        "turn": None,
+        "published_at": at["published_at"],
+    }
+    live(server, plan_of(more=phase(until="updates >= 3")), seed=3).run()
+    caplog.set_level(logging.INFO)
+    live(server, plan_of(**LEARNING), seed=4, dies_after=0).run()
+    assert "the plan warm -> practise begins anew, with what more had learned" in caplog.text
 
 
 # -- plan, pace and the operator

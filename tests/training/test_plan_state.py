@@ -373,7 +373,7 @@ def test_the_operator_has_the_last_word():
 
 def test_an_unknown_command_is_refused():
     state = PlanState(load())
-    for words, text in [(("nxt",), "'next'"), (("goto", "clon"), "'clone'"), (("hold", "on"), "hold takes nothing")]:
+    for words, text in [(("nxt",), "'next'"), (("goto", "clon"), "'clone'"), (("hold", "on"), "say hold without 'on'")]:
         with pytest.raises(ConfigError, match=text):
             state.command(*words)
     assert state.advance(Progress()) == []

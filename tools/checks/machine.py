@@ -159,7 +159,7 @@ def _store_room(run: Run, folder: Path) -> Finding:
         return Finding("ok", f"the store in {folder} is there, with all its room")
     if run.spec is None:
         steps = ", ".join(f"{name} {capacity:,}" for name, capacity in capacities.items())
-        advice = "the store is made when the first actor comes; it refuses then what does not fit"
+        advice = "nothing to do yet: the store is made when the first actor comes, and refuses what does not fit"
         return Finding("WARN", f"the robot's Spec is not known yet, so neither is the room for {steps} steps", advice)
     try:
         spec = run.spec

@@ -31,7 +31,9 @@ def folder(run: Run) -> Iterator[Finding]:
     """Whether the run's folder can be written, and whether a learner has it already."""
     if process := holder(writable(run.folder)):
         text = f"{run.folder} is in use by the learner with process {process}"
-        yield Finding("FAIL", text, "stop it (kill that process), or choose run_dir=...")
+        yield Finding(
+            "FAIL", text, f"stop it (`.venv/bin/python tools/plan.py stop {run.folder}`), or choose run_dir=..."
+        )
     else:
         yield Finding("ok", f"{run.folder} can be written, and no learner runs there")
 
@@ -94,11 +96,7 @@ def protocol(run: Run) -> Iterator[Finding]:
         with _viewer(str(run.config.ip), run.config.port, run.key) as link:
             run.welcome = link.hello(PATIENCE)
     except VersionMismatch as error:
-        yield Finding(
-            "FAIL",
-            str(error),
-            "bring both machines to the same version: run `git pull && . examples/install.sh` on each",
-        )
+        yield Finding("FAIL", *str(error).split(". ", 1))
         return
     except Timeout:
         yield _finding(unwelcome(f"{run.config.ip}:{run.config.port}"))
@@ -161,7 +159,7 @@ def clocks(run: Run) -> Iterator[Finding]:
         report: Any = link.call(m.Status(), PATIENCE)
         after = time.time()
     skew = report.report["time"] - (before + after) / 2
-    advice = "no matter for the data; for logs set both clocks (timedatectl set-ntp true)"
+    advice = "nothing to do for the data; for logs set both clocks (`timedatectl set-ntp true`)"
     text = f"the learner's clock is {skew:+.3f} s from ours, an exchange takes {(after - before) * 1e3:.1f} ms"
     yield Finding("WARN", text, advice) if abs(skew) > SKEW else Finding("ok", text)
 

@@ -60,4 +60,4 @@ def looked(check: Check, run: Run) -> Iterator[Finding]:
         yield Finding("FAIL", str(error))
     except Exception as error:
         log.exception("the check %s broke", check.__name__)
-        yield Finding("FAIL", repr(error), "the traceback above names the part that failed")
+        yield Finding("FAIL", repr(error), "look at the traceback above: it names the part that failed")

@@ -52,7 +52,7 @@ class TrainerClient(Closing):
         self.actor = actor
         own = Key.read(key) if key else None
         if own and not own.owns(actor):
-            raise ConfigError(f"the key {key} is that of {own.name}, not of {actor}: go by the name {own.name}")
+            raise ConfigError(f"the key {key} is that of {own.name}, not of {actor}: say name={own.name}")
         self._outbox = Outbox(outbox, capacity)
         self._network = Network(
             address, actor=actor, spec=spec, outbox=self._outbox, weights_folder=weights_folder, paced=paced,

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import ipaddress
 import logging
+import socket
 from collections import deque
 from typing import TypeVar
 
@@ -153,10 +154,11 @@ class Connection(Closing):
         self._opened, self._barred = clock.monotonic() + seconds - RETRY, False
 
     def _open(self) -> None:
+        address = resolved(self.address)
         socket = zmq.Context.instance().socket(zmq.DEALER)
         for option, value in OPTIONS.items():
             socket.set(option, value)
-        socket.set(zmq.IPV6, "[" in self.address)  # for a name it would find no IPv4 address where there are both
+        socket.set(zmq.IPV6, "[" in address)  # for a name it would find no IPv4 address where there are both
         if self.key is not None:
             socket.curve_publickey, socket.curve_secretkey = self.key.public.encode(), self.key.secret.encode()
             socket.curve_serverkey = self.key.server.encode()
@@ -164,7 +166,7 @@ class Connection(Closing):
         self._socket, self._monitor = socket, socket.get_monitor_socket(BREAKS)
         self._opened, self._barred = clock.monotonic(), False
         try:
-            socket.connect(self.address)
+            socket.connect(address)
         except zmq.ZMQError as error:
             self.close()
             if error.errno != errno.EINVAL:
@@ -189,10 +191,14 @@ class Connection(Closing):
         if self._barred:
             raise self._refused()
         if self._socket is None:
-            raise Disconnected(f"nobody answers at {self.address}; is the learner running there?{self._hint}")
+            raise Disconnected(
+                f"nobody answers at {self.address}: start the learner, or say its ip= and port=.{self._hint}"
+            )
         if left <= 0:
             self.close()
-            raise Timeout(f"{self.address} did not answer in time; the learner is stopped, or very busy")
+            raise Timeout(
+                f"{self.address} did not answer in time: look at the learner's screen, whether it is stopped or busy"
+            )
         zmq.zmq_poll(self.polled, int(left * 1000) + 1)
 
     def _next(self) -> m.Message | None:
@@ -242,6 +248,18 @@ class Connection(Closing):
 def tcp(host: str, port: object) -> str:
     """Return the address of a TCP port. A literal IPv6 address gets the brackets that it needs."""
     return f"tcp://[{host.strip('[]')}]:{port}" if host.count(":") > 1 else f"tcp://{host}:{port}"
+
+
+def resolved(address: str) -> str:
+    """Return the address with the IPv6 address of a name that has no other; any other address as it is."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if "[" in address or not address.startswith("tcp://"):
+        return address
+    try:
+        found = {family: at[0] for family, _, _, _, at in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):  # no name, or an unknown one: who connects hears of it
+        return address
+    return tcp(str(found[socket.AF_INET6]), port) if found.keys() == {socket.AF_INET6} else address
 
 
 def is_local(address: str) -> bool:

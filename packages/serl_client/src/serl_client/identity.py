@@ -1,7 +1,7 @@
 """Says by which name an actor goes, and which outboxes beside its own hold records that nobody delivers.
 
-A container that nobody gave a name keeps its first one beside the actors' folders, so that it finds its outbox again:
-its host has another name at each start.
+A container or a pod that nobody gave a name keeps its first one beside the actors' folders, so that it finds its outbox
+again: its host has another name at each start.
 """
 
 import os
@@ -18,6 +18,7 @@ MACHINE_ID = Path("/etc/machine-id")
 UNNAMED = "auto"  # the name in base.yaml of an actor that was given none
 IMPORTED = "dataset-"  # begins the name of a learner's importer, which delivers its own records
 CONTAINER = re.compile("[0-9a-f]{12}")  # the host's name in a container that was given none
+POD = re.compile(".+-[bcdfghjklmnpqrstvwxz2456789]{5}")  # in one of Kubernetes, but for a StatefulSet, whose names stay
 OPERATOR = "operator"  # the folder of tools/label.py, which delivers its own records, too
 KEPT = ".name"  # file in the folder of the actors' folders
 
@@ -33,7 +34,7 @@ def named(name: str, key: Key | None, actors: Path) -> str:
     if key:
         return key.name
     own, kept = machine(), ""
-    if not CONTAINER.fullmatch(own):
+    if not _passes(own):
         return own
     with suppress(OSError, ValueError):
         kept = (actors / KEPT).read_text()
@@ -43,7 +44,7 @@ def named(name: str, key: Key | None, actors: Path) -> str:
 
 def keep_name(name: str, actors: Path) -> None:
     """Keep a container's name for its next start without one, unless one is kept, or the disk fails."""
-    if CONTAINER.fullmatch(name) and not (actors / KEPT).exists():
+    if _passes(name) and not (actors / KEPT).exists():
         with suppress(OSError):
             (actors / f"{KEPT}.new").write_text(name)
             (actors / f"{KEPT}.new").rename(actors / KEPT)
@@ -70,6 +71,12 @@ def machine() -> str:
     if host in ("", "localhost"):
         host = MACHINE_ID.read_text()[:8] if MACHINE_ID.exists() else "actor"
     return re.sub("[^A-Za-z0-9._-]", "-", "-".join([host, *_numbers()]))[:64]
+
+
+def _passes(name: str) -> bool:
+    """Return whether this is the name of a container, which has another one at its next start."""
+    is_pod = "KUBERNETES_SERVICE_HOST" in os.environ and POD.fullmatch(name)
+    return bool(is_pod or CONTAINER.fullmatch(name))
 
 
 def _numbers() -> list[str]:

@@ -354,7 +354,8 @@ def _check_version(hello: dict[str, Any]) -> None:
         older = "the learner" if low > PROTOCOL[1] else "this client" if high < PROTOCOL[0] else "the older one"
         raise VersionMismatch(
             f"the two sides speak different protocols: this client {low}-{high}, this learner "
-            f"{PROTOCOL[0]}-{PROTOCOL[1]}{fields}. Install the same version of Retake on both: update {older}"
+            f"{PROTOCOL[0]}-{PROTOCOL[1]}{fields}. Install the same version of Retake on both: update {older} "
+            "(`git pull && . examples/install.sh`)"
         )
 
 

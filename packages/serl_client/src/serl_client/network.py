@@ -295,7 +295,8 @@ class Network(threading.Thread):
         if bound and welcome.run != bound:
             raise Refused(
                 f"the outbox {self._outbox.folder} belongs to run {bound}, and the learner at {self.server.address} "
-                f"is run {welcome.run}: start that one, or give this actor another outbox; nothing was deleted"
+                f"is run {welcome.run}: start it with that run's folder, or this actor with another run_dir=...; "
+                "nothing was deleted"
             )
         if not bound:
             self._outbox.bind(welcome.run)

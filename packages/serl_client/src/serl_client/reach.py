@@ -99,7 +99,7 @@ def greeted(host: str, port: int) -> tuple[bytes, float]:
 def judged(address: str, greeting: bytes, seconds: float, has_key: bool) -> Look:
     """Return what a greeting tells about the program at `address`."""
     if not greeting:
-        advice = "is the learner stopped (Ctrl-Z)? Behind a tunnel: does the learner run at its other end?"
+        advice = "look whether the learner is stopped (Ctrl-Z), and behind a tunnel, whether it runs at the other end"
         return Look(False, f"{address} takes connections and says nothing", advice)
     if greeting[:1] + greeting[9:10] != b"\xff\x7f" or len(greeting) < GREETING:
         advice = f"another program has that port: compare port= of the learner with {address.rpartition(':')[2]}"

@@ -150,7 +150,8 @@ class SendQueue:
             if seq < first:
                 raise Refused(
                     f"the learner expects record {seq} of session {session[:8]} and has acknowledged {first} before: "
-                    f"its store lost data; nothing was deleted from {self._outbox.folder}"
+                    f"its store lost data. Start it with a newer copy of the run's folder, or this actor with another "
+                    f"run_dir=...; nothing was deleted from {self._outbox.folder}"
                 )
             self._outbox.acknowledge(session, seq)
 

@@ -13,6 +13,7 @@ from serl_client.signals import interrupted_by_signals
 
 log = logging.getLogger(__name__)
 
+END = signal.SIGUSR2  # interrupts an environment's process
 Share = Callable[[], tuple[int, int]]
 
 
@@ -20,8 +21,9 @@ def run_several(count: int, target: Callable[[int, Share], object]) -> int:
     """Run target(place, share) for the places 0 to count - 1, each in a process of its own; return 0 if one of them
     ended well, else 1.
 
-    Once one fails, the others go on, and do its share of the work. If this process is interrupted or killed, they get
-    SIGTERM, so that each may still deliver its records. They have no terminal.
+    Once one fails, the others go on, and do its share of the work. If this process is interrupted or killed, they are
+    interrupted once, so that each may still deliver its records, whatever signals a system sends to all. They have no
+    terminal.
 
     target: a function that can be imported by its name, or a partial of one. share: returns (place, of) among those
         that have not ended.
@@ -46,8 +48,8 @@ def run_several(count: int, target: Callable[[int, Share], object]) -> int:
         finally:
             signal.signal(signal.SIGINT, before)
             for process in processes:
-                if process.is_alive():
-                    process.terminate()
+                if process.is_alive() and process.pid is not None:
+                    os.kill(process.pid, END)
             for process in processes:
                 if process.pid is not None:
                     process.join()
@@ -55,6 +57,9 @@ def run_several(count: int, target: Callable[[int, Share], object]) -> int:
 
 
 def _run(target: Callable[[int, Share], object], place: int, ended: Sequence[int]) -> None:
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the parent gets them, too
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(END, signal.default_int_handler)
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     target(place, partial(_share, place, ended))
 
@@ -68,4 +73,4 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), END)

@@ -213,7 +213,10 @@ class Spec:
         spec = Spec.from_dict(run)
         own = {name: feature for name, feature in spec.extras.items() if name in self.extras}
         if difference := replace(spec, extras=own).difference(self.as_in(spec)):
-            raise Refused(f"the learner's run is of another robot (the run, yours): {difference}")
+            raise Refused(
+                f"the learner's run is of another robot (the run, yours): {difference}. Start the learner with another "
+                "run_dir=..., or this actor with the run's task"
+            )
         return spec
 
     @property
