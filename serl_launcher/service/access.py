@@ -33,6 +33,7 @@ from serl_launcher.service.router import bound
 log = throttled(__name__)
 
 RECORDS = 5_000  # of one key (without keys: of one actor) within a second; what is more waits
+SHARE_S = 1 / 3  # of the server's CPU within a second, for one key, if others have said something; what is more waits
 LIMITS: dict[type, int] = {m.Hello: 128, m.Command: 50, m.Status: 100}  # of one key (or connection) within a second
 BAD_MESSAGES = 16  # after these a connection is ignored
 CAUSES = 5  # after bad messages of so many kinds within a minute, from one address, a key is banned
@@ -84,6 +85,11 @@ class AllowList:
         """Who has this key; its role is `unknown`, `revoked` or `banned` if nothing may be done with it."""
         self._refresh()
         return self._holders.get(public, KeyOwner("", "unknown"))
+
+    def name_of(self, public: str) -> str:
+        """Whose key this is, or was when that was last looked up; the key itself if that is not known."""
+        owner = self._holders.get(public)
+        return owner.name if owner else public
 
     def api_key(self, name: str) -> str:
         """Return the text by which a client that speaks no CURVE shows that it was given the key `name`.
@@ -195,6 +201,7 @@ class AccessControl:
         self._peers: dict[bytes, _Peer] = {}
         self._causes: dict[tuple[str, str], dict[str, float]] = {}  # of each key and address: when a kind was seen
         self._second, self._counts = 0.0, dict[tuple[Any, Any], int]()  # what each did since then
+        self._spent: dict[str | bytes, float] = {}  # seconds of CPU that each cost since then
         self.context = zmq.Context()
         self._zap = self.context.socket(zmq.REP)
         self._zap.bind(ZAP)
@@ -247,7 +254,7 @@ class AccessControl:
 
     def account(self, identity: zmq.Frame) -> str | bytes:
         """Whose message it is, cheaply: what its client shares with all others of its key; without keys, with none."""
-        return _property(identity, "User-Id") if self.keys is not None else identity.bytes
+        return self.keys.name_of(_property(identity, "User-Id")) if self.keys is not None else identity.bytes
 
     def is_ignored(self, identity: bytes) -> bool:
         """Whether nothing more of this connection is looked at."""
@@ -278,12 +285,28 @@ class AccessControl:
         return self._count((None, account), 0)
 
     def is_exhausted(self, account: str) -> bool:
-        return self.brought(account) >= RECORDS
+        """Whether no more records of this account are staged within this second."""
+        return self.brought(account) >= RECORDS or self.is_dear(account)
+
+    def spend(self, account: str | bytes, seconds: float) -> None:
+        """Count the CPU that an account has cost."""
+        self._spent[account] = self.spent(account) + seconds
+
+    def spent(self, account: str | bytes) -> float:
+        """Seconds of CPU that this account has cost within this second."""
+        self._begin_second()
+        return self._spent.get(account, 0.0)
+
+    def is_dear(self, account: str | bytes) -> bool:
+        """Whether this account has had its share of this second, in which others have said something, too."""
+        return self.spent(account) >= SHARE_S and len(self._spent) > 1
+
+    def _begin_second(self) -> None:
+        if (now := clock.monotonic()) > self._second + 1.0:
+            self._second, self._counts, self._spent = now, {}, {}
 
     def _count(self, what: tuple[Any, Any], price: int) -> int:
-        now = clock.monotonic()
-        if now > self._second + 1.0:
-            self._second, self._counts = now, {}
+        self._begin_second()
         total = self._counts.get(what, 0) + price
         if price:
             self._counts[what] = total

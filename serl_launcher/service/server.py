@@ -67,6 +67,7 @@ class Server:
         self.updates = StateUpdates(self.keeper, self.peers, on_silence or {})
         self.failures = Failures(self.access, self.keeper)
         self.intake = Intake(self.keeper, self.access, self.peers, self.failures, self.updates)
+        self.access.connections.queued = self.intake.queued
         self.welcomes = Welcomes(
             self.keeper, self.peers, self.access.connections, self.intake, self.updates, self.failures,
             inference=inference, extras=extras or {}, history=history, unread=unread,
