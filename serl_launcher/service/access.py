@@ -12,6 +12,7 @@ import math
 import os
 import re
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,7 +202,7 @@ class AccessControl:
         self._peers: dict[bytes, _Peer] = {}
         self._causes: dict[tuple[str, str], dict[str, float]] = {}  # of each key and address: when a kind was seen
         self._second, self._counts = 0.0, dict[tuple[Any, Any], int]()  # what each did since then
-        self._spent: dict[str | bytes, float] = {}  # seconds of CPU that each cost since then
+        self._spending, self._spent = 0.0, dict[str | bytes, float]()  # seconds of CPU that each has cost since then
         self.context = zmq.Context()
         self._zap = self.context.socket(zmq.REP)
         self._zap.bind(ZAP)
@@ -265,6 +266,13 @@ class AccessControl:
         self._peer(identity.bytes).ignored = True
         self.connections.cut(identity, reason, text)
 
+    def expel(self, identity: zmq.Frame, text: str) -> None:
+        """End the connection on which a message came that nobody sends by mistake, ban its key, and end all of it."""
+        self.cut(identity, "bad message", text)
+        if self.keys is not None and (name := self.keys.find(_property(identity, "User-Id")).name):
+            self._ban(name)
+            self.connections.cut_all(name, "bad message", text)
+
     def allows(self, identity: zmq.Frame, owner: KeyOwner, message: m.Message) -> bool:
         """Count a message whose answer is dear; False when there were too many of its kind within this second."""
         most = LIMITS.get(type(message))
@@ -294,19 +302,18 @@ class AccessControl:
 
     def spent(self, account: str | bytes) -> float:
         """Seconds of CPU that this account has cost within this second."""
-        self._begin_second()
+        if (now := time.monotonic()) > self._spending + 1.0:  # as CPU is counted: not by a clock that a test advances
+            self._spending, self._spent = now, {}
         return self._spent.get(account, 0.0)
 
     def is_dear(self, account: str | bytes) -> bool:
         """Whether this account has had its share of this second, in which others have said something, too."""
         return self.spent(account) >= SHARE_S and len(self._spent) > 1
 
-    def _begin_second(self) -> None:
-        if (now := clock.monotonic()) > self._second + 1.0:
-            self._second, self._counts, self._spent = now, {}, {}
-
     def _count(self, what: tuple[Any, Any], price: int) -> int:
-        self._begin_second()
+        now = clock.monotonic()
+        if now > self._second + 1.0:
+            self._second, self._counts = now, {}
         total = self._counts.get(what, 0) + price
         if price:
             self._counts[what] = total
@@ -329,12 +336,16 @@ class AccessControl:
         causes = {cause: seen for cause, seen in self._causes.pop(whence, {}).items() if seen > now - 60.0}
         causes[NUMBERS.sub("#", str(error))[:100]] = now
         if len(causes) >= CAUSES:
-            self.keys.ban(owner.name)
-            log.warning("the key %s is refused for 10 minutes, or until `tools/keys.py unban %s`", *[owner.name] * 2)
+            self._ban(owner.name)
             return
         while len(self._causes) >= 4 * CONNECTIONS:
             del self._causes[next(iter(self._causes))]
         self._causes[whence] = causes
+
+    def _ban(self, name: str) -> None:
+        assert self.keys is not None
+        self.keys.ban(name)
+        log.warning("the key %s is refused for 10 minutes, or until `tools/keys.py unban %s`", name, name)
 
     def _peer(self, identity: bytes) -> _Peer:
         if (peer := self._peers.get(identity)) is None:

@@ -209,6 +209,11 @@ class Connections:
         """Shut the connection down on which the message came that began with this frame."""
         self._cut(self._descriptor(identity), reason, text)
 
+    def cut_all(self, key: str, reason: str, text: str) -> None:
+        """Shut all connections of a key down."""
+        for descriptor in [descriptor for descriptor, owner in self.places.guests.items() if owner == key]:
+            self._cut(descriptor, reason, text)
+
     def _cut(self, descriptor: int, reason: str, text: str) -> None:
         """Shut a connection down that libzmq has accepted: it knows no limit of its own."""
         self._refuse(reason, text)

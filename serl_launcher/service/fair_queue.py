@@ -51,7 +51,8 @@ class FairQueue:
         """Take what has come out of the socket, at most TAKEN messages; never waits.
 
         Of a key that brings more than FRAMES, a connection that brings no less than the others do is cut, and what
-        waits of it is forgotten: an actor comes again, and sends what was not acknowledged.
+        waits of it is forgotten: an actor comes again, and sends what was not acknowledged. A message of too many
+        frames has to be taken as a whole, for seconds if they are a million: its key is banned at once.
         """
         self._begin_second()
         begin = time.thread_time()
@@ -67,8 +68,12 @@ class FairQueue:
                 line.waiting.append(came)
             line.came[who] += frames
             line.count += frames
-            if line.count > FRAMES and line.came[who] * len(line.came) >= line.count:
-                self._access.cut(came[0], "too fast", f"more than {FRAMES} frames within a second")
+            is_endless = frames > wire.MAX_FRAMES + 1
+            if is_endless or (line.count > FRAMES and line.came[who] * len(line.came) >= line.count):
+                if is_endless:
+                    self._access.expel(came[0], f"a message of more than {wire.MAX_FRAMES} frames")
+                else:
+                    self._access.cut(came[0], "too fast", f"more than {FRAMES} frames within a second")
                 line.waiting = deque(each for each in line.waiting if each[0].bytes != who)
                 line.count -= line.came.pop(who)
                 line.cut.add(who)

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from serl_client import ConfigError, Outcome, console
+from serl_client import ConfigError, Outcome, console, wire
 from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.errors import Disconnected, Refused, VersionMismatch
@@ -240,6 +240,21 @@ def test_bad_messages_of_several_kinds_ban_a_key_until_it_is_lifted(keys, serve,
             link.call(m.Status(), PATIENCE)
         link.call(m.Status(), PATIENCE)
         assert served.refusals() == {"role": CAUSES + 1, "banned key": 2}
+
+
+def test_a_message_of_more_frames_than_any_has_bans_its_key_at_once_and_ends_all_its_connections(keys, serve):
+    served = serve(keys=keys)
+    with served.link("viewer", "eye/1", key="eye") as link, served.link("viewer", "eye/2", key="eye") as other:
+        for each in (link, other):
+            each.call(m.Status(), PATIENCE)
+        link._socket.send_multipart([b""] * wire.MAX_FRAMES)
+        until(lambda: served.refusals() == {"bad message": 1})
+        assert other.call(m.Status(), PATIENCE)
+        link._socket.send_multipart([b""] * (wire.MAX_FRAMES + 1))
+        for each in (link, other):
+            with pytest.raises(Refused, match="does not let the key eye in"):
+                until(lambda each=each: each.receive() and None)
+    assert look(served, "left")
 
 
 def test_mistakes_of_one_kind_and_old_versions_ban_no_key(keys, serve):

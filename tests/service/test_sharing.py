@@ -120,17 +120,13 @@ def test_what_was_taken_out_of_the_socket_and_waits_is_counted_with_what_was_not
     watched.places.guests.clear()
 
 
-def test_who_has_cost_a_share_of_a_second_waits_for_the_next_one_if_others_have_something_to_say(turns, clock):
-    queue, costs = turns.server.queue, turns.server.access
-    turns.welcome(0, 1)
-    for client in (0, 1):
-        line = queue._lines.setdefault(b"%d" % client, fair_queue._Line())
-        line.waiting.append([zmq.Frame(b"%d" % client)])
-        turns.push(client, *outcomes(3), begin=0 if client else 1)
+def test_who_has_cost_a_share_of_a_second_waits_for_the_next_one_if_others_have_something_to_say(turns):
+    queue, costs, heard = turns.server.queue, turns.server.access, []
+    costs._spending = float("inf")  # when this second began
+    for client in (b"0", b"1"):
+        queue._lines.setdefault(client, fair_queue._Line()).waiting.append([zmq.Frame(client)])
     costs.spend(b"0", access.SHARE_S)
-    assert costs.spent(b"0") == access.SHARE_S
     assert not costs.is_dear(b"0"), "it has the server to itself"
-    heard = []
 
     def serve():
         while queue.serve(lambda _, identity, frames: heard.append(identity.bytes)):
@@ -138,20 +134,22 @@ def test_who_has_cost_a_share_of_a_second_waits_for_the_next_one_if_others_have_
         return heard, queue.waits
 
     assert serve() == ([b"1"], False)
-    clock.advance(1.1)
+    costs._spending = 0.0
     assert (queue.waits, serve()) == (True, ([b"1", b"0"], False))
 
 
-def test_the_records_of_who_has_cost_a_share_of_a_second_wait_for_the_next_one(turns, clock):
+def test_the_records_of_who_has_cost_a_share_of_a_second_wait_for_the_next_one(turns):
+    costs = turns.server.access
+    costs._spending = float("inf")
     turns.welcome(0, 1)
     for client in (0, 1):
-        turns.server.access.spend(f"arm/{client}", (1 - client) * access.SHARE_S)
+        costs.spend(f"arm/{client}", (1 - client) * access.SHARE_S)
     for client in (0, 1):
         turns.push(client, *outcomes(30))
     for staged in (0, 30):
         turns.work()
         assert [turns.store.expected(session_of(client)) for client in (0, 1)] == [staged, 30]
-        clock.advance(1.1)
+        costs._spending = 0.0
 
 
 def test_what_is_sent_to_a_key_and_not_received_is_counted_for_all_its_connections(turns, monkeypatch):

@@ -109,6 +109,14 @@ def test_an_actor_that_died_leaves_a_truncated_episode_only_when_its_next_life_h
         made.stage("A", 2, make_segment("e0", start=8))
 
 
+def test_the_name_of_an_actor_is_in_memory_once_however_many_lives_it_has(made):
+    for session in "BC":
+        made.lives.hello("".join(["long ", "name"]), "".join(["long ", "box"]), session, [])
+    one, other = made.sessions["B"], made.sessions["C"]
+    assert one.actor is other.actor
+    assert one.outbox is other.outbox
+
+
 @pytest.mark.parametrize(("actor", "outbox"), [("arm", "another disk"), ("leg", "outbox")])
 def test_a_session_of_another_outbox_or_actor_is_never_closed(made, actor, outbox):
     made.stage("A", 0, make_segment("e0"))
