@@ -115,6 +115,7 @@ class Server:
         processes, and one of a client."""
         end = clock.monotonic() + self.intake.patience
         while clock.monotonic() < end and not self.intake.is_awaited:
+            self.access.turn()  # what comes is looked at as often as ever
             self.queue.fill()
             if came := received(self.local):
                 identity, *frames = came
