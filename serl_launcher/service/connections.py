@@ -220,7 +220,7 @@ class Connections:
         if key := self.places.guests.get(descriptor):
             self._cuts[key] = f"the connection before was cut, {reason}: {text}; give each robot a key of its own"
         self.places.leave(descriptor)
-        self._passed += STRANGER_BYTES  # perhaps, or more
+        self._passed += TRIM_BYTES if key else STRANGER_BYTES  # perhaps, or more
         with suppress(OSError), _borrowed(descriptor) as accepted:
             self._receive()  # its end is said before the descriptor is another's
             if (zmq.EVENT_DISCONNECTED, descriptor) not in self._events:
