@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Looks into a run's store: `show RUN` says what lies in it, `verify RUN` reads every step back and checks it.
 
-The learner may be running: what is evicted meanwhile is passed over.
+The learner may be running: what is evicted meanwhile is passed over. If it starts meanwhile, `verify` begins anew.
 """
 
 import argparse
@@ -32,8 +32,23 @@ def main() -> None:
     folder = options.run / "store"
     if not is_there(folder):
         raise ConfigError(f"there is no store in {options.run}")
-    bad = {"show": show, "verify": verify}[options.command](folder, Index(folder / INDEX))
+    look = {"show": show, "verify": verify}[options.command]
+    was_written, failed = is_written(folder), None
+    try:
+        bad = look(folder, Index(folder / INDEX))
+    except ConfigError as error:
+        bad, failed = 1, error
+    if bad and not was_written and is_written(folder):  # the index was read as a file that nobody changes
+        print("a learner has started meanwhile, whose writing may look like damage: all is read again")
+        bad, failed = look(folder, Index(folder / INDEX)), None
+    if failed is not None:
+        raise failed
     sys.exit(1 if bad else 0)
+
+
+def is_written(folder: Path) -> bool:
+    """Whether a learner has the index open, or was killed: a log lies beside it then."""
+    return folder.joinpath(f"{INDEX}-wal").exists()
 
 
 def show(folder: Path, index: Index) -> int:

@@ -17,6 +17,7 @@ from serl_client.errors import ConfigError, full_disk, is_machines
 from serl_client.spec import Spec
 
 from serl_launcher.datasets import shards
+from serl_launcher.datasets.backlog import Backlog
 from serl_launcher.datasets.episodes import EpisodeReader, Gone, Rows
 from serl_launcher.datasets.names import LEFT_OUT, MANIFEST
 from serl_launcher.error_log import ERRORS, first_line, write_traceback
@@ -29,6 +30,7 @@ log = throttled(__name__)
 
 VERDICTS = len(shards.VERDICT)  # values of a mark that an operator may change
 TELL_S = 2.0  # seconds between two lines of progress at the end of a run
+Manifest = Mapping[str, Any]  # of a shard: what `shards` writes beside it
 Sink = Callable[[EpisodeInfo, Callable[[], Rows], Spec], None]
 
 
@@ -60,7 +62,7 @@ class Exporter:
             name: EpisodeReader(run_dir / "store" / name, Layout(spec, capacity), (committed or {}).get(name, (0, 0)))
             for name, capacity in capacities.items()
         }
-        self._capacities = dict(capacities)
+        self._capacities, self._backlog = dict(capacities), Backlog(capacities)
         self._held = {name: Held() for name in capacities}
         self._gone: set[int] = set()  # numbers in `episodes` that have left the store
         self._pending: dict[str, set[int]] = {name: set() for name in sources}  # closed, in no shard yet
@@ -126,6 +128,8 @@ class Exporter:
                 if self.sinks and is_there and (before is None or not before.closed):
                     self._unseen[info.number] = None
         self._drop_gone()
+        waiting = [self.episodes[number] for number in {*self._unseen, *chain(*self._pending.values())}]
+        self._backlog.look(waiting, {name: reader.head for name, reader in self._readers.items()})
 
     def _drop_gone(self) -> None:
         """Forget episodes that left the store and need no more work, so that a long history takes no memory."""
@@ -324,9 +328,7 @@ class Exporter:
             infos.append(info)
         self._make(shard, before["source"], infos, before)
 
-    def _make(
-        self, shard: Path, source: str, infos: Sequence[EpisodeInfo], before: Mapping[str, Any] | None
-    ) -> None:  # fmt: skip
+    def _make(self, shard: Path, source: str, infos: Sequence[EpisodeInfo], before: Manifest | None) -> None:
         """Write a shard aside, verify it, and put it in place of the version with the manifest `before`, if any."""
         phases = sorted(self._phases, key=lambda phase: self._phases[phase])
         left_out: list[tuple[EpisodeInfo, str]] = []
@@ -365,9 +367,7 @@ class Exporter:
             self._told = clock.monotonic()
             log.info("export: episode %d of %d is written", self._written, max(self._written, self._all))
 
-    def _rows(
-        self, shard: Path, info: EpisodeInfo, before: Mapping[str, Any] | None, again: list[int]
-    ) -> Rows | None:  # fmt: skip
+    def _rows(self, shard: Path, info: EpisodeInfo, before: Manifest | None, again: list[int]) -> Rows | None:
         """Read an episode from the store, else from the version before, or from where it was left out. None if none of
         these holds it."""
         try:
@@ -383,7 +383,7 @@ class Exporter:
             return shards.rows_of(shard, numbers.index(info.number), info, self.spec)
 
     def _forget(
-        self, shard: Path, before: Mapping[str, Any] | None, left_out: Sequence[tuple[EpisodeInfo, str]], part: Path
+        self, shard: Path, before: Manifest | None, left_out: Sequence[tuple[EpisodeInfo, str]], part: Path
     ) -> None:  # fmt: skip
         """Remove a shard without episodes: LeRobot has no such dataset."""
         shards.remove(part)

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from serl_launcher.service.router import bound
 log = throttled(__name__)
 
 RECORDS = 5_000  # of one key (without keys: of one actor) within a second; what is more waits
+SHARE_S = 1 / 3  # of the server's CPU within a second, for one key, if others have said something; what is more waits
 LIMITS: dict[type, int] = {m.Hello: 128, m.Command: 50, m.Status: 100}  # of one key (or connection) within a second
 BAD_MESSAGES = 16  # after these a connection is ignored
 CAUSES = 5  # after bad messages of so many kinds within a minute, from one address, a key is banned
@@ -84,6 +86,11 @@ class AllowList:
         """Who has this key; its role is `unknown`, `revoked` or `banned` if nothing may be done with it."""
         self._refresh()
         return self._holders.get(public, KeyOwner("", "unknown"))
+
+    def name_of(self, public: str) -> str:
+        """Whose key this is, or was when that was last looked up; the key itself if that is not known."""
+        owner = self._holders.get(public)
+        return owner.name if owner else public
 
     def api_key(self, name: str) -> str:
         """Return the text by which a client that speaks no CURVE shows that it was given the key `name`.
@@ -195,6 +202,7 @@ class AccessControl:
         self._peers: dict[bytes, _Peer] = {}
         self._causes: dict[tuple[str, str], dict[str, float]] = {}  # of each key and address: when a kind was seen
         self._second, self._counts = 0.0, dict[tuple[Any, Any], int]()  # what each did since then
+        self._spending, self._spent = 0.0, dict[str | bytes, float]()  # seconds of CPU that each has cost since then
         self.context = zmq.Context()
         self._zap = self.context.socket(zmq.REP)
         self._zap.bind(ZAP)
@@ -247,7 +255,7 @@ class AccessControl:
 
     def account(self, identity: zmq.Frame) -> str | bytes:
         """Whose message it is, cheaply: what its client shares with all others of its key; without keys, with none."""
-        return _property(identity, "User-Id") if self.keys is not None else identity.bytes
+        return self.keys.name_of(_property(identity, "User-Id")) if self.keys is not None else identity.bytes
 
     def is_ignored(self, identity: bytes) -> bool:
         """Whether nothing more of this connection is looked at."""
@@ -257,6 +265,13 @@ class AccessControl:
         """End the connection on which a message came, and look at nothing more of it."""
         self._peer(identity.bytes).ignored = True
         self.connections.cut(identity, reason, text)
+
+    def expel(self, identity: zmq.Frame, text: str) -> None:
+        """End the connection on which a message came that nobody sends by mistake, ban its key, and end all of it."""
+        self.cut(identity, "bad message", text)
+        if self.keys is not None and (name := self.keys.find(_property(identity, "User-Id")).name):
+            self._ban(name)
+            self.connections.cut_all(name, "bad message", text)
 
     def allows(self, identity: zmq.Frame, owner: KeyOwner, message: m.Message) -> bool:
         """Count a message whose answer is dear; False when there were too many of its kind within this second."""
@@ -278,7 +293,22 @@ class AccessControl:
         return self._count((None, account), 0)
 
     def is_exhausted(self, account: str) -> bool:
-        return self.brought(account) >= RECORDS
+        """Whether no more records of this account are staged within this second."""
+        return self.brought(account) >= RECORDS or self.is_dear(account)
+
+    def spend(self, account: str | bytes, seconds: float) -> None:
+        """Count the CPU that an account has cost."""
+        self._spent[account] = self.spent(account) + seconds
+
+    def spent(self, account: str | bytes) -> float:
+        """Seconds of CPU that this account has cost within this second."""
+        if (now := time.monotonic()) > self._spending + 1.0:  # as CPU is counted: not by a clock that a test advances
+            self._spending, self._spent = now, {}
+        return self._spent.get(account, 0.0)
+
+    def is_dear(self, account: str | bytes) -> bool:
+        """Whether this account has had its share of this second, in which others have said something, too."""
+        return self.spent(account) >= SHARE_S and len(self._spent) > 1
 
     def _count(self, what: tuple[Any, Any], price: int) -> int:
         now = clock.monotonic()
@@ -306,12 +336,16 @@ class AccessControl:
         causes = {cause: seen for cause, seen in self._causes.pop(whence, {}).items() if seen > now - 60.0}
         causes[NUMBERS.sub("#", str(error))[:100]] = now
         if len(causes) >= CAUSES:
-            self.keys.ban(owner.name)
-            log.warning("the key %s is refused for 10 minutes, or until `tools/keys.py unban %s`", *[owner.name] * 2)
+            self._ban(owner.name)
             return
         while len(self._causes) >= 4 * CONNECTIONS:
             del self._causes[next(iter(self._causes))]
         self._causes[whence] = causes
+
+    def _ban(self, name: str) -> None:
+        assert self.keys is not None
+        self.keys.ban(name)
+        log.warning("the key %s is refused for 10 minutes, or until `tools/keys.py unban %s`", name, name)
 
     def _peer(self, identity: bytes) -> _Peer:
         if (peer := self._peers.get(identity)) is None:

@@ -13,7 +13,7 @@ import ctypes
 import socket
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -80,8 +80,10 @@ class Connections:
         self._descriptors: dict[bytes, int] = {}  # of those who have sent something
         self._accepted = 0  # connections since this began
         self._events: deque[tuple[int, int]] = deque()  # (event, value) that are not handled yet
+        self._cuts: dict[str, str] = {}  # {key, or address: why a connection of that guest was cut}, until it is told
         self.has_lost = False  # a connection has ended since this was made false
         self._looked, self._passed = 0.0, 0  # bytes since the memory was given back
+        self.queued: Callable[[], Mapping[str, int]] = dict  # {key: bytes} that were taken out of the socket and wait
 
     def turn(self) -> None:
         """Look at who has come and gone, and cut who is too many or brings too much; never waits."""
@@ -130,17 +132,19 @@ class Connections:
             held.sent += size
             self._passed += size
 
-    def welcome(self, identity: zmq.Frame, key: str) -> None:
-        """Make the sender of a Hello a guest, of this key ("": there are none). Raises ServerFailed without a place."""
+    def welcome(self, identity: zmq.Frame, key: str) -> str:
+        """Make the sender of a Hello a guest, of this key ("": there are none). Return why a connection of that key was
+        cut, if nobody was told yet. Raises ServerFailed without a place."""
         self.turn()  # whoever has gone meanwhile gets no place
         descriptor = self._descriptor(identity)
         if (address := self.places.strangers.get(descriptor)) is None:
-            return
+            return ""
         loser = self.places.welcome(descriptor, key or address)
         if loser == descriptor:
             raise ServerFailed(f"the learner has {self.places.most} clients already: wait until one has left")
         if loser is not None:
             self._cut(loser, "too many connections", f"there are {self.places.most} clients already")
+        return self._cuts.pop(key or address, "")
 
     def _listen(self) -> None:
         self._receive()
@@ -181,10 +185,11 @@ class Connections:
             unread[account, GUEST_BYTES][descriptor] = self._unread(descriptor)
         for descriptor, address in self.places.strangers.items():
             unread[address, STRANGER_BYTES][descriptor] = self._unread(descriptor)
+        queued = self.queued()
         for (group, most), amounts in unread.items():
-            if sum(amounts.values()) > most:
+            if sum(amounts.values()) + queued.get(group, 0) > most:
                 worst = max(amounts, key=amounts.__getitem__)
-                self._cut(worst, "too much unread", f"{amounts[worst] >> 20} MiB of {group}")
+                self._cut(worst, "too much unread", f"more than {most >> 20} MiB of {group}")
 
     def _unread(self, descriptor: int) -> int:
         """Return how many bytes a connection has brought that were not taken out of the socket."""
@@ -204,11 +209,18 @@ class Connections:
         """Shut the connection down on which the message came that began with this frame."""
         self._cut(self._descriptor(identity), reason, text)
 
+    def cut_all(self, key: str, reason: str, text: str) -> None:
+        """Shut all connections of a key down."""
+        for descriptor in [descriptor for descriptor, owner in self.places.guests.items() if owner == key]:
+            self._cut(descriptor, reason, text)
+
     def _cut(self, descriptor: int, reason: str, text: str) -> None:
         """Shut a connection down that libzmq has accepted: it knows no limit of its own."""
         self._refuse(reason, text)
+        if key := self.places.guests.get(descriptor):
+            self._cuts[key] = f"the connection before was cut, {reason}: {text}; give each robot a key of its own"
         self.places.leave(descriptor)
-        self._passed += STRANGER_BYTES  # perhaps, or more
+        self._passed += TRIM_BYTES if key else STRANGER_BYTES  # perhaps, or more
         with suppress(OSError), _borrowed(descriptor) as accepted:
             self._receive()  # its end is said before the descriptor is another's
             if (zmq.EVENT_DISCONNECTED, descriptor) not in self._events:

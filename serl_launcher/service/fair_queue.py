@@ -26,12 +26,11 @@ Handle = Callable[[Router, zmq.Frame, Sequence[wire.Buffer]], None]
 @dataclass(slots=True)
 class _Line:
     """The messages of one key. came: how many frames of each connection wait, or came within this second; count: of
-    all together. spent: seconds of CPU that this second's messages took. cut: connections whose rest is not heard."""
+    all together. cut: connections whose rest is not heard."""
 
     waiting: deque[list[zmq.Frame]] = field(default_factory=deque)
     came: Counter[bytes] = field(default_factory=Counter)
     count: int = 0
-    spent: float = 0.0
     cut: set[bytes] = field(default_factory=set)
 
 
@@ -44,15 +43,16 @@ class FairQueue:
         self._next = 0.0  # when the next second begins
 
     @property
-    def waits(self) -> int:
-        """How many messages wait to be handled."""
-        return sum(len(line.waiting) for line in self._lines.values())
+    def waits(self) -> bool:
+        """Whether there are messages that may be handled now."""
+        return bool(self._ready())
 
     def fill(self) -> None:
         """Take what has come out of the socket, at most TAKEN messages; never waits.
 
         Of a key that brings more than FRAMES, a connection that brings no less than the others do is cut, and what
-        waits of it is forgotten: an actor comes again, and sends what was not acknowledged.
+        waits of it is forgotten: an actor comes again, and sends what was not acknowledged. A message of too many
+        frames has to be taken as a whole, for seconds if they are a million: its key is banned at once.
         """
         self._begin_second()
         begin = time.thread_time()
@@ -60,21 +60,25 @@ class FairQueue:
         for _ in range(TAKEN):
             if clock.monotonic() > end or not (came := received(self._access.socket)):
                 return
-            who, frames = came[0].bytes, len(came)
-            line = self._lines.setdefault(self._access.account(came[0]), _Line())
+            who, frames, account = came[0].bytes, len(came), self._access.account(came[0])
+            line = self._lines.setdefault(account, _Line())
             if who in line.cut:
                 continue
             if not self._access.is_ignored(who):
                 line.waiting.append(came)
             line.came[who] += frames
             line.count += frames
-            if line.count > FRAMES and line.came[who] * len(line.came) >= line.count:
-                self._access.cut(came[0], "too fast", f"more than {FRAMES} frames within a second")
+            is_endless = frames > wire.MAX_FRAMES + 1
+            if is_endless or (line.count > FRAMES and line.came[who] * len(line.came) >= line.count):
+                if is_endless:
+                    self._access.expel(came[0], f"a message of more than {wire.MAX_FRAMES} frames")
+                else:
+                    self._access.cut(came[0], "too fast", f"more than {FRAMES} frames within a second")
                 line.waiting = deque(each for each in line.waiting if each[0].bytes != who)
                 line.count -= line.came.pop(who)
                 line.cut.add(who)
             begin, before = time.thread_time(), begin
-            line.spent += begin - before
+            self._access.spend(account, begin - before)
 
     def _begin_second(self) -> None:
         if (now := clock.monotonic()) < self._next:
@@ -88,12 +92,15 @@ class FairQueue:
 
     def serve(self, handle: Handle) -> bool:
         """Let `handle` have the message whose turn it is, and note what it costs. Return whether there was one."""
-        lines = [line for line in self._lines.values() if line.waiting]
-        if not lines:
+        if not (ready := self._ready()):
             return False
-        line = min(lines, key=lambda each: each.spent)
-        identity, *frames = line.waiting.popleft()
+        account = min(ready, key=self._access.spent)
+        identity, *frames = self._lines[account].waiting.popleft()
         begin = time.thread_time()
         handle(self._access.socket, identity, [frame.buffer for frame in frames])
-        line.spent += time.thread_time() - begin
+        self._access.spend(account, time.thread_time() - begin)
         return True
+
+    def _ready(self) -> list[str | bytes]:
+        """The accounts of which messages may be handled now."""
+        return [each for each, line in self._lines.items() if line.waiting and not self._access.is_dear(each)]

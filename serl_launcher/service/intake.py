@@ -5,6 +5,8 @@ little does not wait for those who bring much: a group that holds a record of su
 """
 
 import sqlite3
+import time
+from collections import Counter
 
 import zmq
 from serl_client import clock, wire
@@ -20,6 +22,7 @@ from serl_launcher.service.keeper import StoreKeeper
 from serl_launcher.service.peers import Address, Batch, Peer
 from serl_launcher.service.updates import StateUpdates
 from serl_launcher.store.directives import DATASET
+from serl_launcher.store.episodes import MOST_OUTCOMES
 from serl_launcher.store.errors import Full, Gap
 from serl_launcher.store.store import Store
 
@@ -70,8 +73,15 @@ class Intake:
 
     def _has_room(self, account: str, size: int) -> bool:
         """Whether so many bytes may wait beside what waits of all connections of a key (without keys: of an actor)."""
-        waits = sum(peer.queued for peer in self._peers.values() if peer.account == account)
+        waits = self.queued()[account]
         return not waits or waits + size <= KEYS_WINDOWS * MAX_UNACKNOWLEDGED
+
+    def queued(self) -> Counter[str]:
+        """{account: bytes} of what waits for its turn."""
+        waits = Counter[str]()
+        for peer in self._peers.values():
+            waits[peer.account] += peer.queued
+        return waits
 
     @property
     def patience(self) -> float:
@@ -113,7 +123,9 @@ class Intake:
                 if (peer := self._peers.pop(address, None)) is None:
                     continue
                 self._peers[address] = peer  # the others come before its next turn
+                spent = time.thread_time()
                 self._turn(peer, now + SLICE_S)
+                self._access.spend(account, time.thread_time() - spent)
                 if (now := clock.monotonic()) > end or self.is_awaited:
                     return
 
@@ -178,8 +190,8 @@ class Intake:
         return True
 
     def _check_owner(self, store: Store, peer: Peer, session: str, record: QueuedRecord) -> None:
-        """Raise Refused for another actor's episode, which only an operator's key may label, or begin, and for the
-        importer's directive, under which nobody out there may write."""
+        """Raise Refused for another actor's episode, which only an operator's key may label, or begin; for one outcome
+        too many of an episode; and for the importer's directive, under which nobody out there may write."""
         if peer.owner is None or isinstance(record, LostRecord):
             return
         if isinstance(record, Segment) and store.directives.mode(record.stamp.directive) == DATASET:
@@ -194,6 +206,8 @@ class Intake:
             raise Refused(
                 f"{record.episode} is an episode of {min(actors)}: {what} it needs a key with the role operator"
             )
+        if isinstance(record, Outcome) and store.episodes.is_much_judged(record.episode):
+            raise Refused(f"{record.episode} has {MOST_OUTCOMES:,} outcomes: one more needs an operator's key")
 
     def _commit_alone(self, store: Store, peer: Peer, seq: int) -> None:
         """After a group that failed, and not by the disk: find whose record it was. Raises Refused for that one."""
@@ -233,6 +247,7 @@ class Intake:
             self._keeper.degrade(error)
 
     def _acknowledge(self, store: Store, peer: Peer) -> None:
+        peer.was_cut = ""
         for session, incoming in peer.incoming.items():
             if incoming.due:
                 resend = incoming.has_gap and not incoming.is_told

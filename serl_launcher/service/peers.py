@@ -80,6 +80,7 @@ class Peer:
     report: Mapping[str, Any] = field(default_factory=dict)
     cost: int = 0  # of the report
     updated: m.StateUpdate | None = None
+    was_cut: str = ""  # why its connection before this one was, until something is acknowledged
 
     def __post_init__(self) -> None:
         self.named = frozenset(session for session, _ in self.hello.earlier)

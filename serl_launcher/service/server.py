@@ -68,6 +68,7 @@ class Server:
         self.updates = StateUpdates(self.keeper, self.peers, on_silence or {})
         self.failures = Failures(self.access, self.keeper)
         self.intake = Intake(self.keeper, self.access, self.peers, self.failures, self.updates)
+        self.access.connections.queued = self.intake.queued
         self.welcomes = Welcomes(
             self.keeper, self.peers, self.access.connections, self.intake, self.updates, self.failures,
             inference=inference, extras=extras or {}, history=history, unread=unread,
@@ -115,6 +116,7 @@ class Server:
         processes, and one of a client."""
         end = clock.monotonic() + self.intake.patience
         while clock.monotonic() < end and not self.intake.is_awaited:
+            self.access.turn()  # what comes is looked at as often as ever
             self.queue.fill()
             if came := received(self.local):
                 identity, *frames = came

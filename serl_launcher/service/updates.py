@@ -56,7 +56,9 @@ class StateUpdates:
         if because := self._because(directive, peer):
             mode = directive["mode"] if self._is_for(directive["number"], peer) else "idle"
             directive = {**directive, "mode": mode, "because": because}
-        return m.StateUpdate(directive, weights, self.step_limit(peer), self._keeper.degraded or peer.waits_for)
+        return m.StateUpdate(
+            directive, weights, self.step_limit(peer), self._keeper.degraded or peer.waits_for or peer.was_cut
+        )
 
     def deal(self) -> None:
         """Let those who are here run an evaluation that is for nobody of them: who was to run it has left."""

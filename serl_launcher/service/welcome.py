@@ -57,11 +57,12 @@ class Welcomes:
             if not self._keeper.ready.staged:
                 self._check_outranked(hello)
             self._drop_echoes(address, hello)
-        if owner is not None:
-            self._connections.welcome(request.identity, owner.name)
+        was_cut = self._connections.welcome(request.identity, owner.name) if owner is not None else ""
         if address not in self._peers:
             self._make_room()
-        peer = self._peers[address] = Peer(*address, replace(hello, spec=None), owner, clock.monotonic())
+        peer = self._peers[address] = Peer(
+            *address, replace(hello, spec=None), owner, clock.monotonic(), was_cut=was_cut
+        )
         self._updates.missing.pop(hello.actor, None)
         if hello.role == "actor" and self._keeper.ready.staged:
             self._waiting.append((peer, request))

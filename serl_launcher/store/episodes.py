@@ -20,6 +20,7 @@ from serl_launcher.store.schema import Episode, Session, Source
 log = throttled(__name__)
 
 ASIDE = "set_aside"  # in the index's table meta
+MOST_OUTCOMES = 1000  # of an episode, of keys that are no operator's: all are kept, and read when a part of it begins
 MOST_PARTS = 1000  # of an episode, unless it is that long: whatever is said of it is written to each
 
 
@@ -113,6 +114,11 @@ class Episodes:
             is_open = episode is self.open.get(episode.session)
             if outcome.judged_by == "operator" and is_open and episode.session != session:
                 self.cut(episode.session)  # its actor is gone, or somebody else would not label it
+
+    def is_much_judged(self, id: str) -> bool:
+        """Return whether MOST_OUTCOMES of this episode are kept already."""
+        staged = len(self._said.get(id, ()))
+        return staged + self._index.outcome_count(id, MOST_OUTCOMES) >= MOST_OUTCOMES
 
     def set_aside(self, id: str, reason: str, session: str, seq: int) -> None:
         """Discard an episode and its parts in the learner's own name. Nothing changes if they are set aside already.

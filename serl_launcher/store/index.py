@@ -245,6 +245,12 @@ class Index:
             for id, success, discard, judged_by in self._db.execute(sql, (episode,))
         ]
 
+    def outcome_count(self, episode: str, most: int) -> int:
+        """How many outcomes an episode has; no more than `most` are counted."""
+        counted = "SELECT count(*) FROM (SELECT 1 FROM outcomes WHERE episode = ? LIMIT ?)"
+        (count,) = self._db.execute(counted, (episode, most)).fetchone()
+        return count
+
     def next_said(self, session: str) -> int:
         """The number of the next outcome of a session, which has no other records."""
         (last,) = self._db.execute("SELECT max(seq) FROM outcomes WHERE session = ?", (session,)).fetchone()

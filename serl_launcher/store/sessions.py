@@ -4,6 +4,7 @@ A session belongs to the key that named it first. Of the sessions without a reco
 client that says Hello again and again fills neither memory nor disk.
 """
 
+import sys
 from collections.abc import Collection, Iterable, Iterator
 
 from serl_client.errors import Refused, Replaced
@@ -42,6 +43,7 @@ class Sessions:
         Raises Refused, and changes nothing, for a session of another key or outbox, if `session` is over, and if the
         key has brought too many names.
         """
+        actor, outbox = sys.intern(actor), sys.intern(outbox)  # long, and the same in thousands of lives
         names = [*earlier, session]
         for state in (self.all[name] for name in names if name in self.all):
             if state.outbox != outbox or not _owned(state, owner):

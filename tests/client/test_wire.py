@@ -227,6 +227,7 @@ PUSH = messages.encode(Push("e", {"records": np.zeros(9, np.uint8)}))
         ([PUSH[0], b"12345678"], "bytes"),
         (PUSH[:1], "arrays"),
         ([b"\x91" * 5000 + b"\x90"], "."),
+        (wire.pack({"type": "Bye", **dict.fromkeys(map(str, range(wire.MAX_PARTS)))}, {}), "max_map_len"),
     ],
 )
 def test_a_message_that_lacks_something_or_has_too_much_is_refused(frames, reason):

@@ -12,7 +12,7 @@ from serl_client import Outcome
 from serl_client import messages as m
 from serl_client.client import TrainerClient
 
-from serl_launcher.datasets import shards
+from serl_launcher.datasets import backlog, shards
 from serl_launcher.service.peers import ROLES
 from serl_launcher.store.errors import Full
 from serl_launcher.store.store import Store
@@ -184,6 +184,30 @@ def test_whatever_waits_for_the_export_is_due_there(tmp_path, blind):
         run.episodes("e2", steps=40)
     run.hear()
     assert run.exporter._due("online", [1, 2], False) == [1, 2]
+
+
+def test_that_more_comes_than_is_exported_is_said_once_until_it_has_caught_up(tmp_path, blind, clock, caplog):
+    run = Run(tmp_path, blind, capacity=200, count=100)
+
+    def said():
+        clock.advance(backlog.BEHIND_S + 1)
+        run.hear()
+        return caplog.text.count("half of what source online holds waits to be written")
+
+    run.episodes("e0", "e1", steps=49)
+    run.hear()
+    assert said() == 0
+    run.episodes("e2", steps=10)
+    run.hear()
+    assert said() == 0, "it becomes no more"
+    run.episodes("e3", steps=10)
+    assert (said(), said()) == (1, 1)
+    run.add(*(Outcome(f"e{number}", None, discard=True) for number in range(4)))
+    run.hear()
+    run.episodes("e4", "e5", "e6", steps=49)
+    run.hear()
+    run.episodes("e7", steps=10)
+    assert said() == 2
 
 
 def test_what_may_leave_the_store_is_told_once(tmp_path, blind):

@@ -149,7 +149,7 @@ class Attacker:
             "short episodes": lambda one: [self._segment(one, ends="terminated") for _ in range(50)],
             "long episodes": lambda one: [self._segment(one, 100, ends="truncated")],
             "episodes that do not end": lambda one: [self._segment(one)],
-            "verdicts": lambda one: [Outcome(self._own(one, 0), i % 2 == 0) for i in range(5_000)],
+            "verdicts": lambda one: [Outcome(self._own(one, i % 100), i % 2 == 0) for i in range(5_000)],
             "verdicts on others": lambda one: [self._verdict(self._others()[1])],
             "episodes of others": lambda one: [self._segment(one, episode=self._others()[1])],
             "values of an insider": self._insider,
@@ -258,15 +258,15 @@ class Attacker:
 
     def _windows(self) -> Iterator[None]:
         """All slots fill their windows, while the key may bring no more records within this second."""
-        verdicts = self._pushes(self._records()["verdicts"])
+        many = self._pushes(self._records()["short episodes"])
         large = np.zeros(15 * MIB, np.uint8)
         for slot in range(SLOTS):
             one = self._actor(slot)
             for _ in range(2):
                 one.link.send(m.Push(one.session, {"records": large}))
-                next(verdicts)
+                next(many)
                 yield
-        yield from verdicts
+        yield from many
 
     def _unread(self) -> Iterator[None]:
         told = self._actor().link.notice.weights

@@ -103,6 +103,55 @@ def test_a_key_brings_no_more_by_many_connections_than_by_one(turns, monkeypatch
     watched.places.guests.clear()
 
 
+def test_what_was_taken_out_of_the_socket_and_waits_is_counted_with_what_was_not(turns, monkeypatch):
+    watched, cut = turns.server.access.connections, []
+    monkeypatch.setattr(access, "OPEN", KeyOwner("arm", "operator"))
+    monkeypatch.setattr(access, "RECORDS", 0)
+    monkeypatch.setattr(watched, "_has_keys", True)
+    monkeypatch.setattr(watched, "_unread", lambda descriptor: GUEST_BYTES)
+    monkeypatch.setattr(watched, "_cut", lambda descriptor, *_: cut.append(descriptor))
+    turns.welcome(0)
+    watched.places.guests |= {7: "arm", 8: "other"}
+    watched._look()
+    assert not cut
+    turns.push(0, *outcomes(1))
+    watched._look()
+    assert cut == [7]
+    watched.places.guests.clear()
+
+
+def test_who_has_cost_a_share_of_a_second_waits_for_the_next_one_if_others_have_something_to_say(turns):
+    queue, costs, heard = turns.server.queue, turns.server.access, []
+    costs._spending = float("inf")  # when this second began
+    for client in (b"0", b"1"):
+        queue._lines.setdefault(client, fair_queue._Line()).waiting.append([zmq.Frame(client)])
+    costs.spend(b"0", access.SHARE_S)
+    assert not costs.is_dear(b"0"), "it has the server to itself"
+
+    def serve():
+        while queue.serve(lambda _, identity, frames: heard.append(identity.bytes)):
+            pass
+        return heard, queue.waits
+
+    assert serve() == ([b"1"], False)
+    costs._spending = 0.0
+    assert (queue.waits, serve()) == (True, ([b"1", b"0"], False))
+
+
+def test_the_records_of_who_has_cost_a_share_of_a_second_wait_for_the_next_one(turns):
+    costs = turns.server.access
+    costs._spending = float("inf")
+    turns.welcome(0, 1)
+    for client in (0, 1):
+        costs.spend(f"arm/{client}", (1 - client) * access.SHARE_S)
+    for client in (0, 1):
+        turns.push(client, *outcomes(30))
+    for staged in (0, 30):
+        turns.work()
+        assert [turns.store.expected(session_of(client)) for client in (0, 1)] == [staged, 30]
+        costs._spending = 0.0
+
+
 def test_what_is_sent_to_a_key_and_not_received_is_counted_for_all_its_connections(turns, monkeypatch):
     watched = turns.server.access.connections
     monkeypatch.setattr(watched, "_has_keys", True)

@@ -24,6 +24,7 @@ from .made import contents, fill, founded, indices
 
 SAC = Window({STATE: (0,), "action": (0,), "next_observation": (1,)})
 DESK = ("desk", "another outbox", "B", [])
+LATE, NONE = np.array([[5, 0, 0, 0], [0, 1, 0, 0]], np.uint16)  # of steps 4 to 7, of which the first begins a chunk
 WIDE = replace(make_segment("e1"), action=np.zeros((4, 3), np.float32))
 
 
@@ -58,6 +59,7 @@ def test_a_repeated_record_is_ignored_and_a_gap_is_named(tmp_path, made):
         (replace(make_segment("e1"), task="odd"), "a number that no column holds"),
         (replace(make_segment("e0", start=4), task="other"), r"e0\[4\] names the task 'other', and its episode '"),
         (replace(make_segment("e1"), gap=np.full(4, 255, np.uint8).view(bool)), "gap should hold flags"),
+        *((replace(make_segment("e0", start=4), chunk_delay=late), "chunk_delay is at most") for late in (LATE, NONE)),
         *(
             (replace(make_segment("e1"), **{where: bad}), "printable")
             for where in ("episode", "task")
@@ -84,7 +86,7 @@ def test_a_wrong_segment_is_its_senders_fault_nothing_of_it_is_kept_and_the_othe
     made.stage("B", 0, make_segment("f0", ends="terminated"))
     with pytest.raises(Refused, match=says):
         made.stage(*(("A", 1) if segment.episode == "e0" else ("C", 0)), segment)
-    made.stage("A", 1, make_segment("e0", start=4, ends="terminated"))
+    made.stage("A", 1, replace(make_segment("e0", start=4, ends="terminated"), chunk_delay=LATE - LATE // 5))
     made.commit()
     assert len(contents(tmp_path)) == 12
 
@@ -105,6 +107,14 @@ def test_an_actor_that_died_leaves_a_truncated_episode_only_when_its_next_life_h
     assert (episode.steps, episode.truncated, episode.terminated, episode.closed, episode.final) == (8, 1, 0, 1, 0)
     with pytest.raises(Refused, match="is over"):
         made.stage("A", 2, make_segment("e0", start=8))
+
+
+def test_the_name_of_an_actor_is_in_memory_once_however_many_lives_it_has(made):
+    for session in "BC":
+        made.lives.hello("".join(["long ", "name"]), "".join(["long ", "box"]), session, [])
+    one, other = made.sessions["B"], made.sessions["C"]
+    assert one.actor is other.actor
+    assert one.outbox is other.outbox
 
 
 @pytest.mark.parametrize(("actor", "outbox"), [("arm", "another disk"), ("leg", "outbox")])

@@ -7,8 +7,10 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from serl_client import ConfigError
 from serl_client.episode import LostRecord, Outcome
 
+from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
 from tests.shared.tools import called
 
@@ -71,6 +73,26 @@ DAMAGES = {
     },
     "no index": (lambda run: (run / "store/index.sqlite").unlink(), r"but no index\.sqlite"),
 }
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_learner_that_starts_meanwhile_is_no_damage(run, monkeypatch, raises):
+    """SQLite may find anything in a file that it was told nobody writes: here that is made up."""
+    rows, started = Index.damaged_rows, []
+
+    def damaged_rows(index):
+        if started:
+            return rows(index)
+        started.append(Store(run / "store"))
+        if raises:
+            raise ConfigError("the index is damaged")
+        return iter(["a row of commands"])
+
+    monkeypatch.setattr(Index, "damaged_rows", damaged_rows)
+    status, said = called("store", "verify", run)
+    started[0].close()
+    assert (status, said.splitlines()[-1]) == (0, "source online: 8 steps checked"), said
+    assert "a learner has started meanwhile" in said
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

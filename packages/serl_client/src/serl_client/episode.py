@@ -41,7 +41,8 @@ class Segment:
     chunk_start: bool [T], a new chunk of the policy began here.
     time: float64 [T], when the row's observation was there; seconds, the robot's clock.
     gap: bool [T], time passed without a step just before this one, so that no window joins the two. Default: False.
-    chunk_delay: uint16 [T], where a chunk starts, how many of its first actions were skipped as too late. Default: 0.
+    chunk_delay: uint16 [T], where a chunk starts, how many of its first actions were skipped as too late: at most the
+        number of the step, as it was asked for in this episode. Default: 0.
     extras: {name: [T, ...]}.
     """
 
@@ -100,6 +101,8 @@ class Segment:
         for name, array in self.columns.items():
             if array.dtype == bool and array.size and np.ascontiguousarray(array).view(np.uint8).max() > 1:
                 raise ValueError(f"{name} should hold flags: each byte is 0 or 1")
+        if (self.chunk_delay > np.where(self.chunk_start, self.start + np.arange(length), 0)).any():
+            raise ValueError("chunk_delay is at most the number of its step where a chunk starts, and 0 elsewhere")
         self._check_values(spec)
 
     def _check_values(self, spec: Spec) -> None:

@@ -33,7 +33,7 @@ MAX_ARRAY = 64 << 20  # also the socket's MAXMSGSIZE
 MAX_MESSAGE = MAX_ARRAY + MAX_HEADER
 MAX_RECORDS = 10_000  # in one Push
 MAX_PARTS = 10_000  # lists and mappings in a header: an empty one takes 1 byte there, and 72 bytes of memory
-MAX_LENGTH = 100_000  # of a list or a mapping in a header
+MAX_LENGTH = 100_000  # of a list in a header; a mapping has at most MAX_PARTS entries
 
 NAMES = {np.dtype(name): name for name in DTYPES}  # dtype.name takes longer than all the rest
 ITEMSIZE = {name: dtype.itemsize for dtype, name in NAMES.items()}
@@ -213,7 +213,7 @@ def _header(frame: Buffer) -> tuple[dict[str, Any], list[tuple[str, str, tuple[i
         else:
             one = _Counter().one
             header, layout = msgpack.unpackb(
-                frame, max_map_len=MAX_LENGTH, max_array_len=MAX_LENGTH, ext_hook=_no_extension,
+                frame, max_map_len=MAX_PARTS, max_array_len=MAX_LENGTH, ext_hook=_no_extension,
                 object_hook=one, list_hook=one,
             )  # fmt: skip
         if len(layout) >= MAX_FRAMES:
