@@ -7,12 +7,9 @@ import sys
 
 import pytest
 
-from serl_launcher.config import composed
-from serl_launcher.training import memory
-from serl_launcher.training.build import build
 from tests.benches import beside
 from tests.benches.paired import Figure
-from tests.shared.common import CONFIG, TOOLS
+from tests.shared.common import TOOLS
 from tests.shared.tools import called
 from tools.bench import BENCHES
 
@@ -110,35 +107,6 @@ def test_a_bench_measures_what_it_says_beside_what_it_says(bench):
         assert found[name].goal == goal
         assert found[name].value > 0 or goal == "<= 0"
     assert all(each.holds for each in figures if each.figure in KEPT)
-
-
-# -- of PI0: the work is the one published, and the floor follows from it; its import takes seconds
-
-
-@pytest.mark.nightly
-def test_pi0_takes_the_published_flops_without_what_nobody_reads_of_the_last_layer():
-    from tests.benches.pi0 import Work, robot
-
-    config = composed(CONFIG, ["algo=rejection", "policy=pi0"])
-    spec = robot(config, 3)
-    with memory._shapes():
-        work = Work.of(build(config, spec).policy, spec)
-    prefix = 816
-    unread = 2 * prefix * (2 * 2048 * 2048 + 3 * 2048 * 16384) + 4 * prefix**2 * 2048
-    assert work.once + 10 * work.step == pytest.approx(4.379e12 - unread, rel=2e-3)
-    assert 10 * work.step == pytest.approx(0.386e12, rel=2e-3)
-    assert work.kept == 2 * 18 * prefix * 256 * 2
-
-
-@pytest.mark.slow
-def test_the_floor_reads_the_weights_once_for_many_rows():
-    from tests.benches.pi0 import Work
-
-    work = Work(once=1000, step=10, once_bytes=500, step_bytes=50, kept=7, steps=3)
-    slow_memory, slow_products = (1e30, 1.0), (1.0, 1e30)
-    assert work.floor(*slow_products, rows=3) == pytest.approx(3 * (1000 + 3 * 10))
-    assert work.floor(*slow_memory) == pytest.approx(500 + 3 * (50 + 7))
-    assert work.floor(*slow_memory, rows=3) == pytest.approx(500 + 3 * (50 + 3 * 7))
 
 
 @pytest.mark.parametrize(

@@ -246,14 +246,6 @@ def test_a_case_that_crashes_or_writes_is_found_and_kept(tmp_path, monkeypatch):
     assert result["outcomes"] == {"taken": 9, "FAILED": 1}
 
 
-def test_what_no_writer_takes_is_named_and_a_form_that_none_ever_takes_is_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setitem(files.FORMS[".json"], "broken", lambda chance, data: {}["a bug of our own"])
-    result = campaign.apart("keys", 200, 0, 1, tmp_path / "scratch")
-    assert result["unwritten"].keys() == {".json, broken"}
-    (failure,) = result["failures"]
-    assert "no file of the form .json, broken was ever tried: {'KeyError': " in failure["why"]
-
-
 BUSY = """
 import sys, zmq
 from serl_launcher.service.router import bound
