@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -75,21 +75,20 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def stranger():
+def stranger(exits):
     """stranger(code, *words, group=OTHERS) -> a program of another user; it is killed at the end."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "packages/serl_client/src")))
-    with ExitStack() as stack:
 
-        def stranger(code, *words, group=OTHERS):
-            who = ["setpriv", f"--reuid={NOBODY}", f"--regid={group}", "--clear-groups"]
-            program = stack.enter_context(subprocess.Popen(
-                [*who, sys.executable, "-c", code, *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                text=True, cwd="/", env={"PYTHONPATH": paths, "PATH": os.environ["PATH"]},
-            ))  # fmt: skip
-            stack.callback(program.kill)
-            return program
+    def stranger(code, *words, group=OTHERS):
+        who = ["setpriv", f"--reuid={NOBODY}", f"--regid={group}", "--clear-groups"]
+        program = exits.enter_context(subprocess.Popen(
+            [*who, sys.executable, "-c", code, *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, cwd="/", env={"PYTHONPATH": paths, "PATH": os.environ["PATH"]},
+        ))  # fmt: skip
+        exits.callback(program.kill)
+        return program
 
-        yield stranger
+    return stranger
 
 
 @pytest.fixture

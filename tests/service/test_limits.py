@@ -86,10 +86,10 @@ def session_of(client):
 
 
 @pytest.fixture
-def turns(tmp_path, spec, monkeypatch):
+def turns(tmp_path, spec, monkeypatch, exits):
     made = Turns(tmp_path, spec, monkeypatch)
-    yield made
-    made.server.close()
+    exits.callback(made.server.close)
+    return made
 
 
 def outcomes(count):
