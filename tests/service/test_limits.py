@@ -96,18 +96,6 @@ def outcomes(count):
     return [Outcome(f"e{i}", True) for i in range(count)]
 
 
-def test_a_flood_leaves_a_part_of_each_group_to_the_others(turns, monkeypatch):
-    monkeypatch.setattr(intake, "GROUP_S", 0.005)
-    turns.welcome(0, 1)
-    turns.push(0, *outcomes(9_000))
-    turns.push(1, make_segment("x", directive=turns.number))
-    turns.server.intake.work()
-    turns.server.intake.commit()
-    assert [ack.expected for ack in turns.got(1, m.Ack)] == [1]
-    assert 0 < turns.store.expected(session_of(0)) < 9_000
-    assert turns.server.intake.has_work
-
-
 def test_what_waits_for_its_turn_is_staged_in_order_and_all_of_it(turns, monkeypatch):
     monkeypatch.setattr(access, "RECORDS", 10**9)
     monkeypatch.setattr(intake, "SLICE_S", 0.0)  # one record at each turn
