@@ -13,7 +13,6 @@ from tests.shared.here import start
 from tests.shared.models import CONFIG
 from tests.shared.tools import called
 from tools.compare import trials
-from tools.studies import cells as report
 from tools.studies import curves, improve, runs
 from tools.studies.cells import Cells, one_draw
 from tools.study import STUDIES
@@ -66,18 +65,6 @@ def test_a_study_goes_on_at_its_first_missing_cell_and_another_setting_is_anothe
     assert lines == cells.all
     assert all(line["commit"] for line in lines)
     assert len({line["digest"] for line in lines}) == 5
-
-
-def test_a_digest_tells_another_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(report, "git", lambda *_: "a.py\0b.yaml\0gone.py\0")
-    found = []
-    for text in ("1", "2", "1"):
-        (tmp_path / "a.py").write_text(text)
-        found.append(report.digest({"seed": 0}))
-    assert found[0] == found[2] != found[1]
-    assert report.digest({"seed": 1}) != found[0]
-    assert report.digest({"seed": 0}, code=()) != found[0], "the folder of runs follows from the settings alone"
 
 
 @pytest.mark.parametrize("page", PAGES)
