@@ -119,32 +119,43 @@ def make_segment():
 
 
 @pytest.fixture
-def serve(tmp_path):
-    """serve(**options) -> a server in a thread, in the folder `run`; it is closed at the end."""
+def exits():
+    """An ExitStack that the end of the test closes."""
     with ExitStack() as stack:
-        yield lambda **options: stack.enter_context(closing(ServerThread(tmp_path / "run", **options)))
+        yield stack
 
 
 @pytest.fixture
-def join(spec, tmp_path):
+def closes(exits):
+    """closes(thing) -> the thing, which the end of the test closes: the last one first."""
+    return lambda thing: exits.enter_context(closing(thing))
+
+
+@pytest.fixture
+def serve(tmp_path, closes):
+    """serve(**options) -> a server in a thread, in the folder `run`; it is closed at the end."""
+    return lambda **options: closes(ServerThread(tmp_path / "run", **options))
+
+
+@pytest.fixture
+def join(spec, tmp_path, exits):
     """join(server, name) -> a TrainerClient with the key of that name, if there are keys; it is closed at the end.
 
     It has got a directive to collect; `told=False`: it only tries.
     """
-    with ExitStack() as stack:
 
-        def join(server, name="arm", *, address=None, outbox=None, spec=spec, told=True, **options):
-            keys, folder = getattr(server, "keys", None), tmp_path / (outbox or f"outbox-{name}")
-            options = {"key": keys and keys / f"{name}.key", **options}
-            address = address or server.address
-            client = stack.enter_context(TrainerClient(address, actor=name, spec=spec, outbox=folder, **options))
-            if told:
-                connected(client)
-                server.direct()
-                directed(client)
-            return client
+    def join(server, name="arm", *, address=None, outbox=None, spec=spec, told=True, **options):
+        keys, folder = getattr(server, "keys", None), tmp_path / (outbox or f"outbox-{name}")
+        options = {"key": keys and keys / f"{name}.key", **options}
+        address = address or server.address
+        client = exits.enter_context(TrainerClient(address, actor=name, spec=spec, outbox=folder, **options))
+        if told:
+            connected(client)
+            server.direct()
+            directed(client)
+        return client
 
-        yield join
+    return join
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ ingest       how fast records come in over the wire, and until they are durable
 replay       how fast pairs of observations are drawn, beside a copy of the same bytes and lerobot's buffer
 update       how long an update of SAC and of RLPD takes, beside a minimal loop; how long publishing holds it up
 weights      how fast weights reach several receivers
-doors        how long clients wait to be let in while silent sockets of another address take what places they can
 pi0          how fast PI0 answers and is trained, beside what the machine allows
 beside       what the acknowledgements of ten actors wait for, beside an attacker who has a valid key
-page         the page of a full run, docs/benchmarks.md, from what the others printed with --json
+
+Each prints its section of docs/benchmarks.md.
 """
 
 import argparse
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before packages 
 from tests.benches import paired
 
 # each a file in tests/benches
-BENCHES = ("control", "wire", "ingest", "replay", "update", "weights", "doors", "pi0", "beside", "page")
+BENCHES = ("control", "wire", "ingest", "replay", "update", "weights", "pi0", "beside")
 
 
 def main() -> None:
@@ -44,14 +44,10 @@ def main() -> None:
     options = parser.parse_args(sys.argv[2:])
     try:
         with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder) as folder:
-            found = bench.measure(Path(folder), options)
-            result = found if isinstance(found, str) else paired.result(what, found)
+            result = paired.result(what, bench.measure(Path(folder), options))
     except (RetakeError, OmegaConfBaseException) as error:
         sys.exit(f"error: {error}")
-    if isinstance(result, str):
-        print(result)
-    else:
-        print(json.dumps(result) if options.json else "\n".join(paired.lines(result)))
+    print(json.dumps(result) if options.json else "\n".join(paired.lines(result)))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ NOT_RUN = {  # a regular expression of whole commands: why nobody gives them her
     r".*tools/bench\.py(?! --help).*": "measures, for minutes, and asks for an idle machine",
     r".*(NNODES|ranks=|sharding=|pi0_expert|pi0_lora|policy=pi0\b).*": "needs a GPU, or several machines",
     r".*(EPISODE|NAME|FILE|\.\.\.|<\w+>).*": "has a name in it that a reader fills in",
-    r".*tools/mutants\.py .*": "needs git, and an hour; tests/tools/test_mutants.py gives it a small tree",
+    r".*tools/mutants\.py .*": "needs git, and an hour",
     r".*tests\.faults\.power --all": "tries every cut, for an hour or more",
     r".*tools/chaos\.py --quickstart.*": "kills a whole run again and again, for ten minutes or more",
     r"\.venv/bin/python": "is only the beginning of a command",

@@ -192,7 +192,8 @@ class PlanState:
             if command in ("goto", "stop"):
                 self._enter(argument or None, progress)
             return []
-        reason = command or ("" if self.at.held else self._ended_by(phase, progress))
+        met = (text for text in phase.until if self._met(text, progress))
+        reason = command or ("" if self.at.held else next(met, ""))
         if not reason:
             if self._is_evaluation_due(phase, progress):
                 self._leave(name, progress)
@@ -336,9 +337,6 @@ class PlanState:
 
     def _may_come(self, update: Update) -> bool:
         return self.at.updates >= update.from_updates and update.name not in self.at.exhausted
-
-    def _ended_by(self, phase: Phase, progress: Progress) -> str | None:
-        return next((text for text in phase.until if self._met(text, progress)), None)
 
     def _met(self, condition: str, progress: Progress) -> bool:
         return all(term.met_by(self.value(term, progress)) for term in parse(condition))

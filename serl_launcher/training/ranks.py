@@ -130,10 +130,10 @@ class Ranks:
         """Make an update of this rank's rows. A mean that is not finite after it stays what it was, as the weights do
         (optim/optimizer.py)."""
         means = [(mean, mean.clone()) for mean in map(self.algorithm.get_buffer, self.algorithm.means)]
-        made = _separate(getattr(self.algorithm, name)(batch))
+        made = getattr(self.algorithm, name)(batch)
         for mean, before in means:
             mean.copy_(torch.where(mean.isfinite(), mean, before))
-        return made
+        return made if isinstance(made, tuple) else (made, {})  # metrics, and columns if it has computed any
 
     def _statistics(self, argument: Any) -> None:
         self.algorithm.set_statistics({
@@ -159,11 +159,6 @@ class Ranks:
                         whole[id(weight)] = weight.detach().to("cpu", copy=True) if self.world.rank == 0 else None
                 state[name] = whole[id(weight)]
         return state
-
-
-def _separate(result: Metrics | tuple[Metrics, Metrics]) -> tuple[Metrics, Metrics]:
-    """Return the metrics and the columns that an update has returned."""
-    return result if isinstance(result, tuple) else (result, {})
 
 
 def launch_ranks(config: DictConfig, module: Sequence[str]) -> int:

@@ -1,6 +1,5 @@
 """Inference servers in threads and processes, and who asks them."""
 
-import contextlib
 import subprocess
 import sys
 
@@ -70,16 +69,15 @@ def process(tmp_path, request):
 
 
 @pytest.fixture
-def inference(tmp_path, spec):
+def inference(tmp_path, spec, exits):
     """inference(algorithm) -> an Inference that is not started yet."""
-    with contextlib.ExitStack() as stack:
 
-        def make(algorithm, **options):
-            made = Inference(tmp_path / "run/weights", algorithm, spec, **options)
-            stack.callback(made.stop)
-            return made
+    def make(algorithm, **options):
+        made = Inference(tmp_path / "run/weights", algorithm, spec, **options)
+        exits.callback(made.stop)
+        return made
 
-        yield make
+    return make
 
 
 class Asker(Connection):
@@ -91,16 +89,15 @@ class Asker(Connection):
 
 
 @pytest.fixture
-def link():
+def link(closes):
     """link(address) -> an actor's connection to an inference process."""
-    with contextlib.ExitStack() as stack:
 
-        def make(address):
-            made = stack.enter_context(Asker(address, m.Hello(m.PROTOCOL, "actor", "arm")))
-            made.receive()  # opens it
-            return made
+    def make(address):
+        made = closes(Asker(address, m.Hello(m.PROTOCOL, "actor", "arm")))
+        made.receive()  # opens it
+        return made
 
-        yield make
+    return make
 
 
 @pytest.fixture

@@ -44,19 +44,15 @@ class Client:
 
 
 @pytest.fixture
-def local(spec):
+def local(spec, closes):
     """local(algorithm) -> a LocalSource with weights 1."""
-    made = []
 
     def make(algorithm):
         host = PolicyHost(algorithm, spec, "cpu")
         host.version = 1
-        made.append(LocalSource(Client(), host))
-        return made[-1]
+        return closes(LocalSource(Client(), host))
 
-    yield make
-    for source in made:
-        source.close()
+    return make
 
 
 def policy(source, rule, **options):

@@ -55,36 +55,33 @@ class Client:
 
 
 @pytest.fixture
-def bridged(inference, tmp_path):
+def bridged(inference, tmp_path, closes):
     """bridged(algorithm) -> (an inference server that acts, its bridge, the bridge's address)."""
-    with ExitStack() as stack:
 
-        def make(algorithm, allowed=None, port=None, **options):
-            there = inference(algorithm, **options)
-            address = "127.0.0.1", port or free_port()
-            bridge = Bridge(there.server.host, address, KEYS, allowed, there.server.ask, tmp_path)
-            stack.callback(bridge.close)
-            there.acting()
-            until(lambda: there.server.host.version)
-            assert bridge.report()["openpi"]["trouble"] == "it listens once there are weights"
-            bridge.start()
-            return there, bridge, address
+    def make(algorithm, allowed=None, port=None, **options):
+        there = inference(algorithm, **options)
+        address = "127.0.0.1", port or free_port()
+        bridge = closes(Bridge(there.server.host, address, KEYS, allowed, there.server.ask, tmp_path))
+        there.acting()
+        until(lambda: there.server.host.version)
+        assert bridge.report()["openpi"]["trouble"] == "it listens once there are weights"
+        bridge.start()
+        return there, bridge, address
 
-        yield make
+    return make
 
 
 @pytest.fixture
-def client():
+def client(exits):
     """client(address) -> a Client."""
-    with ExitStack() as stack:
 
-        def make(address, api_key=None, more=None, **options):
-            headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
-            uri = f"ws://{address[0]}:{address[1]}"
-            opening = websocket(uri, compression=None, additional_headers=headers | (more or {}), **options)
-            return Client(stack.enter_context(opening))
+    def make(address, api_key=None, more=None, **options):
+        headers = {"Authorization": f"Api-Key {api_key}"} if api_key else {}
+        uri = f"ws://{address[0]}:{address[1]}"
+        opening = websocket(uri, compression=None, additional_headers=headers | (more or {}), **options)
+        return Client(exits.enter_context(opening))
 
-        yield make
+    return make
 
 
 def refusals(bridge):

@@ -3,7 +3,7 @@
 import signal
 import subprocess
 import sys
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -33,12 +33,9 @@ def client(connect):
 
 
 @pytest.fixture
-def opened(tmp_path):
+def opened(tmp_path, closes):
     """opened(folder, capacity) -> an outbox."""
-    with ExitStack() as stack:
-        yield lambda folder=tmp_path / "outbox", capacity=1 << 20: stack.enter_context(
-            closing(Outbox(folder, capacity))
-        )
+    return lambda folder=tmp_path / "outbox", capacity=1 << 20: closes(Outbox(folder, capacity))
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from tests.faults.fuzzing import campaign, damage, files, hostile, live, mutatio
 from tests.faults.fuzzing.targets import TARGETS, Target
 from tests.shared.clients import push_episodes
 from tests.shared.common import PATIENCE, free_port, until
-from tests.shared.tools import called
 
 
 # -- all that comes from outside
@@ -227,14 +226,6 @@ def test_an_actor_whose_report_is_too_long_lives_without_one(serve, join):
 
 
 # -- the tool
-@pytest.mark.slow
-def test_the_tool_prints_counts_and_a_last_line_of_json(tmp_path):
-    status, said = called("fuzz", "--cases", 300, "--only", "messages", "--seed", 3, "--failures", tmp_path)
-    first, *_, last = said.splitlines()
-    wanted = {"cases": 300, "seed": 3, "crashes": 0, "files": [], "threads_lost": 0}
-    assert wanted.items() <= json.loads(last).items()
-    assert first.startswith("messages")
-    assert status == 0
 
 
 @pytest.mark.slow
@@ -253,14 +244,6 @@ def test_a_case_that_crashes_or_writes_is_found_and_kept(tmp_path, monkeypatch):
     assert (result["crashes"], kept["number"], "planted" in kept["why"]) == (1, 5, True)
     assert result["files"] == [str(tmp_path / "elsewhere")]
     assert result["outcomes"] == {"taken": 9, "FAILED": 1}
-
-
-def test_what_no_writer_takes_is_named_and_a_form_that_none_ever_takes_is_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setitem(files.FORMS[".json"], "broken", lambda chance, data: {}["a bug of our own"])
-    result = campaign.apart("keys", 200, 0, 1, tmp_path / "scratch")
-    assert result["unwritten"].keys() == {".json, broken"}
-    (failure,) = result["failures"]
-    assert "no file of the form .json, broken was ever tried: {'KeyError': " in failure["why"]
 
 
 BUSY = """

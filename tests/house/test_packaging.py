@@ -102,14 +102,6 @@ def test_what_runs_on_a_robot_pc_or_serves_data_starts_without_any_extra():
 
 
 @pytest.mark.slow
-def test_what_tests_keep_of_compositions_is_what_hydra_makes(monkeypatch):
-    words = ["learner=true", "task=gym", "task.env_id=A", "algo=sft", "policy=chunk", "+extras.mean=action", "seed=3"]
-    kept = composed(CONFIG, words)
-    monkeypatch.undo()
-    assert composed(CONFIG, words) == kept
-
-
-@pytest.mark.slow
 def test_a_run_remembers_the_parts_that_it_reads_and_refuses_words_about_others(tmp_path):
     words = ["learner=true", f"run_dir={tmp_path}"]
     begun = composed(CONFIG, [*words, "policy=chunk", "algo=sft", "head=mip", "head.t_star=0.8"])

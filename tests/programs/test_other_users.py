@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ from serl_launcher.store.store import Store
 from tests.shared.common import ROOT, TOOLS, until
 from tests.shared.programs import Programs
 from tests.shared.tools import called
+from tests.store.made import founded
 
 NOBODY, OTHERS = 65534, 65533  # user and group
 OPEN = """
@@ -75,21 +76,20 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def stranger():
+def stranger(exits):
     """stranger(code, *words, group=OTHERS) -> a program of another user; it is killed at the end."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "packages/serl_client/src")))
-    with ExitStack() as stack:
 
-        def stranger(code, *words, group=OTHERS):
-            who = ["setpriv", f"--reuid={NOBODY}", f"--regid={group}", "--clear-groups"]
-            program = stack.enter_context(subprocess.Popen(
-                [*who, sys.executable, "-c", code, *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                text=True, cwd="/", env={"PYTHONPATH": paths, "PATH": os.environ["PATH"]},
-            ))  # fmt: skip
-            stack.callback(program.kill)
-            return program
+    def stranger(code, *words, group=OTHERS):
+        who = ["setpriv", f"--reuid={NOBODY}", f"--regid={group}", "--clear-groups"]
+        program = exits.enter_context(subprocess.Popen(
+            [*who, sys.executable, "-c", code, *map(str, words)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, cwd="/", env={"PYTHONPATH": paths, "PATH": os.environ["PATH"]},
+        ))  # fmt: skip
+        exits.callback(program.kill)
+        return program
 
-        yield stranger
+    return stranger
 
 
 @pytest.fixture
@@ -174,15 +174,13 @@ def reader(stranger):
 
 
 @pytest.fixture
-def stored(place, spec, make_segment):
+def stored(place, make_segment):
     """The folder of a run with two episodes, whose index has a log, as a killed learner leaves it."""
-    made = Store.create(place / "live", spec, {"online": 400})
-    made.direct({"into": "online", "phase": "practise"})
-    made.lives.hello("arm", "outbox", "A", [])
+    made = founded(place / "live")
     for number in range(2):
         made.stage("A", number, make_segment(f"e{number}", number, ends="terminated"))
     made.commit()
-    shutil.copytree(place / "live", place / "run/store")
+    shutil.copytree(made.folder, place / "run/store")
     made.close()
     (place / "run/config.yaml").touch()
     return place / "run"

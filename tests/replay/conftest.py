@@ -11,15 +11,14 @@ from .made import REWARDS, VIEWS, Reader
 
 
 @pytest.fixture
-def store(tmp_path, spec):
-    made = Store.create(tmp_path / "store", spec, {"online": 200, "demo": 200})
+def store(tmp_path, spec, closes):
+    made = closes(Store.create(tmp_path / "store", spec, {"online": 200, "demo": 200}))
     made.direct({"into": "online", "phase": "practise"})
     made.direct({"into": "demo", "phase": "demonstrate"})
     for session in "AB":
         made.lives.hello(f"arm {session}", f"outbox {session}", session, [])
     made.commit()
-    yield made
-    made.close()
+    return made
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from serl_launcher.replay.choice import Choice
 from serl_launcher.replay.mixture import ReplayMixture, statistics
 from serl_launcher.replay.views import EpisodeInfo, View
 from serl_launcher.store import layout
-from serl_launcher.store.store import Store
 from serl_launcher.training.counters import value_error
 from serl_launcher.types import IdleFilter, Window
 from tests.shared.models import assert_same
+from tests.store.made import founded
 
 from .made import CHUNK, CHUNK_SAC, SAC, SEQUENCE, STATE, starts
 
@@ -167,9 +167,7 @@ def _same_as_a_look_at_all(store, sources, views):
 
 @pytest.mark.slow
 def test_a_discard_and_a_verdict_look_at_no_steps_but_their_episodes_and_the_new_ones(tmp_path, spec, make_segment):
-    made = Store.create(tmp_path / "store", spec, {"online": 6000})
-    made.direct({"into": "online", "phase": "practise"})
-    made.lives.hello("arm", "outbox", "A", [])
+    made = founded(tmp_path, online=6000)
     views = {"won": View(("online",), ("successful",))}
     found, cursor, looked = ReplayMixture(made.folder, spec, {"online": 6000}, views, seed=0), 0, []
     buffer = found.buffers["online"]

@@ -9,10 +9,10 @@ from serl_client import ConfigError, Feature, Spec
 from serl_client.limits import Limits
 
 from serl_launcher.replay.mixture import ReplayMixture
-from serl_launcher.store.store import Store
 from serl_launcher.training import tracing
 from serl_launcher.types import Window
 from tests.shared.data import changed
+from tests.store.made import founded
 
 from .made import CHUNK, CHUNK_SAC, SAC, SEQUENCE, STATE, arrays_of, gathered, starts
 
@@ -194,9 +194,7 @@ def test_rare_decisions_are_found_and_extras_keep_their_own_names(tmp_path, spec
     """A column of Spec.extras may be called like a field of the step record."""
     extras = {"weights": Feature((3,)), "number": Feature((), "int64")}
     spec = Spec(spec.observation, spec.action, 10.0, extras)
-    made = Store.create(tmp_path / "store", spec, {"online": 2000})
-    made.direct({"into": "online", "phase": "practise"})
-    made.lives.hello("arm", "outbox", "A", [])
+    made = founded(tmp_path, spec=spec, online=2000)
     segment = make_segment("e0", 1, 0, 500, ends="terminated")
     segment.chunk_start[:] = np.arange(500) % 50 == 0
     own = {"weights": np.full((500, 3), 7.0, np.float32), "number": np.arange(500)}

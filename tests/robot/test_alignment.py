@@ -81,10 +81,8 @@ def camera(sensor, clock):
 
 
 @pytest.fixture
-def env(camera):
-    made = build(cameras={"wrist": camera}, clock="real", fps=FPS, max_steps=10_000)
-    yield made
-    made.close()
+def env(camera, closes):
+    return closes(build(cameras={"wrist": camera}, clock="real", fps=FPS, max_steps=10_000))
 
 
 @pytest.mark.parametrize(

@@ -59,20 +59,17 @@ def seeing(**options):
 
 
 @pytest.fixture
-def logs(tmp_path):
+def logs(tmp_path, closes):
     made = {}
     for side in SIDES:
         (tmp_path / side).mkdir()
-        made[side] = Log(tmp_path / side)
-    yield made
-    for log in made.values():
-        log.close()
+        made[side] = closes(Log(tmp_path / side))
+    return made
 
 
 @pytest.fixture
-def pair(logs):
+def pair(logs, closes):
     """pair(left=options, right=options) -> both logged arms behind one guard, ready to move."""
-    robots = []
 
     def make(**options):
         arms = {
@@ -80,16 +77,14 @@ def pair(logs):
             for side, log in logs.items()
         }
         both = [(f"{side}_{name}", name) for side in SIDES for name in LIMITS]
-        robots.append(GuardedRobot(
+        robot = closes(GuardedRobot(
             BIMANUAL, address=json.dumps([log.path for log in logs.values()])[:40], fps=FPS, options=arms,
             limits={name: LIMITS[of] for name, of in both}, home={name: HOME[of] for name, of in both},
         ))  # fmt: skip
-        robots[-1].recover()
-        return robots[-1]
+        robot.recover()
+        return robot
 
-    yield make
-    for robot in robots:
-        robot.close()
+    return make
 
 
 def test_both_arms_move_as_one_with_names_of_their_own(pair, logs):

@@ -34,20 +34,12 @@ def python(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def arm():
+def arm(closes):
     """Makes the arm as an Env with its cameras, closed in the end."""
     pytest.importorskip("mujoco")
     if not gl.backend():
         pytest.skip("no OpenGL: apt-get install libegl1 libosmesa6")
-    envs = []
-
-    def arm(**changes):
-        envs.append(bare(cameras=True, **changes))
-        return envs[-1]
-
-    yield arm
-    for env in envs:
-        env.close()
+    return lambda **changes: closes(bare(cameras=True, **changes))
 
 
 def bare(**changes):

@@ -5,7 +5,7 @@ A simulated controller is a thread of the test, with real sockets at an address 
 
 import socket
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -26,17 +26,14 @@ STEP = np.full(6, 0.01)  # radians, in a thirtieth of a second
 
 
 @pytest.fixture
-def make():
+def make(exits, closes):
     """make(version, **changes of the controller) -> (controller, its driver)"""
-    with ExitStack() as stack:
 
-        def make(version, options=None, **changes):
-            served = stack.enter_context(controller(version, **{"power_s": 0.1, **changes}))
-            arm = DobotArm(served.address, version=version, **(options or {}))
-            stack.callback(arm.close)
-            return served, arm
+    def make(version, options=None, **changes):
+        served = exits.enter_context(controller(version, **{"power_s": 0.1, **changes}))
+        return served, closes(DobotArm(served.address, version=version, **(options or {})))
 
-        yield make
+    return make
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from itertools import pairwise
 
 import numpy as np
@@ -38,23 +37,14 @@ TICKS = 20  # of one period: 100 / FPS
 
 
 @pytest.fixture
-def log(tmp_path):
-    made = Log(tmp_path)
-    yield made
-    made.close()
+def log(tmp_path, closes):
+    return closes(Log(tmp_path))
 
 
 @pytest.fixture
-def make(log):
+def make(log, closes):
     """make(**changes) -> a guarded arm, which is closed at the end."""
-    with ExitStack() as stack:
-
-        def make(**changes):
-            robot = guarded(log, **changes)
-            stack.callback(robot.close)
-            return robot
-
-        yield make
+    return lambda **changes: closes(guarded(log, **changes))
 
 
 @pytest.fixture

@@ -44,10 +44,8 @@ class Wire:
 
 
 @pytest.fixture
-def wire():
-    made = Wire()
-    yield made
-    made.close()
+def wire(closes):
+    return closes(Wire())
 
 
 def joystick(*events):
@@ -59,17 +57,13 @@ BUTTON, AXIS, INITIAL = 1, 2, 0x80
 
 
 @pytest.fixture
-def pad(wire):
-    device = Gamepad(wire.path)
-    yield device
-    device.close()
+def pad(wire, closes):
+    return closes(Gamepad(wire.path))
 
 
 @pytest.fixture
-def mouse(wire):
-    device = SpaceMouse(wire.path)
-    yield device
-    device.close()
+def mouse(wire, closes):
+    return closes(SpaceMouse(wire.path))
 
 
 PUSHED = joystick((AXIS, 1, -32767), (AXIS, 0, 16384), (BUTTON, 0, 1), (BUTTON, 0, 0), (BUTTON, 5, 1))

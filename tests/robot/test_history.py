@@ -8,11 +8,11 @@ from serl_client.frames import Frames
 from serl_launcher.replay.buffer import ReplayBuffer
 from serl_launcher.replay.windows import batch_arrays
 from serl_launcher.store.layout import Layout
-from serl_launcher.store.store import Store
 from serl_launcher.types import Window
 from tests.shared.actors import FakeClient, Keys, run
 from tests.shared.common import STATE
 from tests.shared.robots import Hand, build
+from tests.store.made import founded
 
 
 class Asked(RandomPolicy):
@@ -26,12 +26,10 @@ class Asked(RandomPolicy):
 def in_training(folder, client, history):
     """What windows of an episode with so many observations show, by step."""
     spec, (episode,) = client.spec, client.episodes
-    store = Store.create(folder, spec, {"online": 100})
-    store.direct({"into": "online", "phase": "practise"})
-    store.lives.hello("robot", "outbox", "A", [])
+    store = founded(folder, spec=spec, online=100)
     store.stage("A", 0, episode)
     store.commit()
-    buffer, numbers = ReplayBuffer(folder / "online", Layout(spec, 100)), np.arange(len(episode))
+    buffer, numbers = ReplayBuffer(store.folder / "online", Layout(spec, 100)), np.arange(len(episode))
     buffer.refresh()
     window = Window({STATE: tuple(range(1 - history, 1)), "action": (0,)})
     arrays = batch_arrays(buffer.layout, len(episode), window)

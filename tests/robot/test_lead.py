@@ -77,18 +77,14 @@ class Limp(LedArm):
 
 
 @pytest.fixture
-def make():
-    robots = []
-
+def make(closes):
     def make(kind=LedArm):
-        robots.append(GuardedRobot(
+        robot = closes(GuardedRobot(
             f"{__name__}.{kind.__name__}", address=f"{__name__}", fps=FPS, limits=LIMITS, home=HOME, process=False,
         ))  # fmt: skip
-        return robots[-1], robots[-1].guard.arm
+        return robot, robot.guard.arm
 
-    yield make
-    for robot in robots:
-        robot.close()
+    return make
 
 
 def go(robot, steps, target=(0.0, 0.0)):

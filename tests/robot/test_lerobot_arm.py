@@ -32,20 +32,17 @@ def bus():
 
 
 @pytest.fixture
-def so101(bus, tmp_path):
+def so101(bus, tmp_path, closes):
     """so101(the leader's port, **options of the follower) -> the driver of an SO-101 on simulated servos."""
-    made = []
     (tmp_path / "me.json").write_text(json.dumps(bus.calibration()))
 
     def make(leader=None, **options):
         me = {"id": "me", "calibration_dir": str(tmp_path), "use_degrees": False}
         robot = {"type": "so101_follower", **me, **options}
-        made.append(LerobotArm(bus.path, robot=robot, leader=leader and {"type": "so101_leader", "port": leader, **me}))
-        return made[-1]
+        leader = leader and {"type": "so101_leader", "port": leader, **me}
+        return closes(LerobotArm(bus.path, robot=robot, leader=leader))
 
-    yield make
-    for arm in made:
-        arm.close()
+    return make
 
 
 @pytest.fixture

@@ -21,14 +21,13 @@ def process(tmp_path):
 
 
 @pytest.fixture
-def act(spec):
+def act(spec, exits):
     """act(server, **options) -> a RawActor that was welcomed, when the directive is there."""
-    with contextlib.ExitStack() as stack:
 
-        def act(server, name="arm", **options):
-            actor = stack.enter_context(RawActor(server.address, spec, name, **options))
-            actor.welcome()
-            server.direct()
-            return actor
+    def act(server, name="arm", **options):
+        actor = exits.enter_context(RawActor(server.address, spec, name, **options))
+        actor.welcome()
+        server.direct()
+        return actor
 
-        yield act
+    return act

@@ -86,26 +86,14 @@ def session_of(client):
 
 
 @pytest.fixture
-def turns(tmp_path, spec, monkeypatch):
+def turns(tmp_path, spec, monkeypatch, exits):
     made = Turns(tmp_path, spec, monkeypatch)
-    yield made
-    made.server.close()
+    exits.callback(made.server.close)
+    return made
 
 
 def outcomes(count):
     return [Outcome(f"e{i}", True) for i in range(count)]
-
-
-def test_a_flood_leaves_a_part_of_each_group_to_the_others(turns, monkeypatch):
-    monkeypatch.setattr(intake, "GROUP_S", 0.005)
-    turns.welcome(0, 1)
-    turns.push(0, *outcomes(9_000))
-    turns.push(1, make_segment("x", directive=turns.number))
-    turns.server.intake.work()
-    turns.server.intake.commit()
-    assert [ack.expected for ack in turns.got(1, m.Ack)] == [1]
-    assert 0 < turns.store.expected(session_of(0)) < 9_000
-    assert turns.server.intake.has_work
 
 
 def test_what_waits_for_its_turn_is_staged_in_order_and_all_of_it(turns, monkeypatch):

@@ -13,10 +13,10 @@ from .test_limits import Turns, outcomes, session_of
 
 
 @pytest.fixture
-def turns(tmp_path, spec, monkeypatch):
+def turns(tmp_path, spec, monkeypatch, exits):
     made = Turns(tmp_path, spec, monkeypatch)
-    yield made
-    made.server.close()
+    exits.callback(made.server.close)
+    return made
 
 
 @pytest.mark.parametrize("flood", ["records", "messages"])

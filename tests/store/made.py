@@ -5,9 +5,9 @@ from tests.shared import oracle
 from tests.shared.data import make_segment, tiny_spec
 
 
-def founded(folder, archived=(), **capacities):
+def founded(folder, archived=(), *, spec=None, **capacities):
     """A store in folder/store that collects into `online`; actor arm has said Hello as session A."""
-    made = Store.create(folder / "store", tiny_spec(), capacities or {"online": 400}, archived)
+    made = Store.create(folder / "store", spec or tiny_spec(), capacities or {"online": 400}, archived)
     made.direct({"into": "online", "phase": "practise"})
     made.lives.hello("arm", "outbox", "A", [])
     made.commit()

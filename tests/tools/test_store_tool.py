@@ -13,14 +13,13 @@ from serl_client.episode import LostRecord, Outcome
 from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
 from tests.shared.tools import called
+from tests.store.made import founded
 
 
 @pytest.fixture
-def run(tmp_path, spec, make_segment):
+def run(tmp_path, make_segment):
     """A run with eight steps of two episodes."""
-    made = Store.create(tmp_path / "run/store", spec, {"online": 400})
-    made.direct({"into": "online", "phase": "practise"})
-    made.lives.hello("arm", "outbox", "A", [])
+    made = founded(tmp_path / "run")
     for number in range(2):
         made.stage("A", number, make_segment(f"e{number}", number, ends="terminated"))
     made.stage("A", 2, Outcome("e0", True))

@@ -1,7 +1,6 @@
 """Studies: their cells, what they make of them, and some that really run."""
 
 import json
-import math
 import re
 from types import SimpleNamespace
 
@@ -14,9 +13,8 @@ from tests.shared.here import start
 from tests.shared.models import CONFIG
 from tests.shared.tools import called
 from tools.compare import trials
-from tools.studies import cells as report
 from tools.studies import curves, improve, runs
-from tools.studies.cells import T_95, Cells, mean_of, one_draw
+from tools.studies.cells import Cells, one_draw
 from tools.study import STUDIES
 
 PAGES = {
@@ -67,26 +65,6 @@ def test_a_study_goes_on_at_its_first_missing_cell_and_another_setting_is_anothe
     assert lines == cells.all
     assert all(line["commit"] for line in lines)
     assert len({line["digest"] for line in lines}) == 5
-
-
-def test_a_digest_tells_another_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(report, "git", lambda *_: "a.py\0b.yaml\0gone.py\0")
-    found = []
-    for text in ("1", "2", "1"):
-        (tmp_path / "a.py").write_text(text)
-        found.append(report.digest({"seed": 0}))
-    assert found[0] == found[2] != found[1]
-    assert report.digest({"seed": 1}) != found[0]
-    assert report.digest({"seed": 0}, code=()) != found[0], "the folder of runs follows from the settings alone"
-
-
-def test_an_interval_is_over_draws_and_says_nothing_of_a_single_one():
-    center, low, high = mean_of([0.2, 0.4, 0.6])
-    half = 4.303 * 0.2 / math.sqrt(3)
-    assert (center, low, high) == pytest.approx((0.4, 0.4 - half, 0.4 + half))
-    assert math.isnan(mean_of([0.5])[1])
-    assert sorted(T_95, reverse=True) == list(T_95)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -94,14 +94,6 @@ def test_an_update_that_sees_each_step_once_goes_on_where_it_was_over_a_restart(
 
 
 @pytest.mark.slow
-def test_a_run_that_has_learned_something_is_refused_another_algorithm(server, live):
-    plan = plan_of(**LEARNING)
-    live(server, plan, config={"algo": {"discount": 0.97}}, dies_after=3).run()
-    with pytest.raises(ConfigError, match=r"another algorithm.*algo\.discount: 0\.99, 0\.97"):
-        live(server, plan, config={"algo": {"discount": 0.99}}).run()
-
-
-@pytest.mark.slow
 def test_a_run_that_has_learned_nothing_goes_on_with_another_algorithm(server, live):
     collected = plan_of(demonstrate=phase(updates=(), until="wall_s >= 0.1"))
     live(server, collected, config={"algo": {"discount": 0.97}}, seed=1).run()

@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 from serl_client.errors import ConfigError
 
-from serl_launcher.training.plan_state import PlanState, Progress
+from serl_launcher.training.plan_state import PlanState
 
 from .plans import PLAN, ROUNDS, at, edited, load, practise, resumed, train, won
 
@@ -153,10 +153,3 @@ def test_with_another_pace_the_steps_before_keep_what_they_were_due_and_later_on
     for steps in range(211, 311):
         made += len(train(after, practise(steps, online=steps)))
     assert made == pytest.approx(100 * ratio, abs=1)
-
-
-def test_a_finished_plan_stays_finished():
-    state = PlanState(load())
-    state.command("stop")
-    assert state.advance(Progress()) == [("fit_normalizer", "demo")]
-    assert resumed(state).directive()["mode"] == "stop"

@@ -24,11 +24,9 @@ class RecentRecords:
 
     def take(self, seq: int, end: int) -> list[wire.Buffer]:
         """Forget every record below `end`. Return the buffers of those from `seq` on; none if one is missing."""
-        taken = {each: self._records.pop(each) for each in self._below(end)}
+        below = list(itertools.takewhile(lambda each: each < end, self._records))
+        taken = {each: self._records.pop(each) for each in below}
         self._bytes -= sum(size for size, _ in taken.values())
         if not all(each in taken for each in range(seq, end)):
             return []
         return wire.gathered(part for each in range(seq, end) for part in taken[each][1])
-
-    def _below(self, end: int) -> list[int]:
-        return list(itertools.takewhile(lambda seq: seq < end, self._records))
