@@ -12,6 +12,7 @@ import numpy as np
 from serl_client.env import Observation
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature
+from serl_client.starts import is_demonstrated
 from serl_client.words import check_choice
 
 from robot_infra.cameras import gl
@@ -53,7 +54,10 @@ WAYPOINTS = {  # of each goal, to a scene in which it may begin
     "pick": {"aside": {"x": [0.32, 0.48], "y": [-0.12, 0.12]}, "down": {"z": 0.03}, **LET_GO}, "sides": LET_GO,
 }  # fmt: skip
 
-SIDES = {"both": lambda y: y, "left": abs, "right": lambda y: -abs(y)}  # y of the block: positive is left of the robot
+SIDES = {  # x and y of the block: positive is ahead and left of the robot
+    "both": lambda x, y: (x, y), "left": lambda x, y: (x, abs(y)), "right": lambda x, y: (x, -abs(y)),
+    "corner": lambda x, y: (0.36 + x / 4, 0.1 + y / 6),  # 4 cm wide, far ahead and on the left
+}  # fmt: skip
 
 AXES = ("x", "y", "z")
 NAMES = (
@@ -97,7 +101,8 @@ class SimArm(Arm):
     hz: set points per second. block_in_state: the state [15] has tool, block, the way between them, finger, commanded
         tool, commanded opening and the finger's speed, all scaled. Otherwise the state [9] has only what an arm
         measures of itself.
-    side: where the block lies: both, left or right of the robot. has_walls: see `walled`.
+    side: where the block lies: both, left or right of the robot, or in a corner. demonstrated: the same, of an episode
+        that an operator demonstrates; None: as in all others. has_walls: see `walled`.
     backend, image_size: of its cameras (cameras/gl.py); an empty backend: it has none, and needs no graphics.
 
     The column `scene` tells the judge and the scripted operator where tool and block truly are, in metres, and how far
@@ -113,12 +118,14 @@ class SimArm(Arm):
     is_simulated = True
 
     def __init__(
-        self, address: str, *, hz: float, block_in_state: bool = True, side: str = "both", backend: str = "",
-        image_size: int = 128, has_walls: bool = False,
+        self, address: str, *, hz: float, block_in_state: bool = True, side: str = "both",
+        demonstrated: str | None = None, backend: str = "", image_size: int = 128, has_walls: bool = False,
     ) -> None:  # fmt: skip
-        if side not in SIDES:
-            raise ConfigError(f"task.env.side={side}: say one of {', '.join(SIDES)}")
-        self._side, self._substeps = SIDES[side], round(1 / (hz * PHYSICS))
+        demonstrated = demonstrated or side
+        for name, place in (("side", side), ("demonstrated", demonstrated)):
+            if place not in SIDES:
+                raise ConfigError(f"task.env.{name}={place}: say one of {', '.join(SIDES)}")
+        self._side, self._demonstrated, self._substeps = SIDES[side], SIDES[demonstrated], round(1 / (hz * PHYSICS))
         self._mujoco = load_mujoco()
         scene = files("robot_infra.sim").joinpath("arm.xml").read_text()
         self._model = self._mujoco.MjModel.from_xml_string(walled(scene) if has_walls else scene)
@@ -144,7 +151,8 @@ class SimArm(Arm):
         data.ctrl[:5], data.ctrl[5] = inverse_kinematics(self._commanded[:3]), OPEN
         data.qpos[:5], data.qpos[5:7] = data.ctrl[:5], OPEN  # arm, fingers, then the block: arm.xml's order
         x, y = random.uniform((0.32, -0.12), (0.48, 0.12))
-        data.qpos[7:10] = x, self._side(y), 0.02
+        place = self._demonstrated if is_demonstrated(seed) else self._side
+        data.qpos[7:10] = *place(x, y), 0.02
         self._mujoco.mj_forward(self._model, data)
 
     def read(self) -> Array:
@@ -314,9 +322,9 @@ def out_of_reach(arm: Scene) -> str:
 def make(
     *, max_steps: int, noise: float, clock: str, fps: float = FPS, operator: str = "scripted",
     verdict_by: str = "judge", takeover_after: int = 12, handback_after: int = 10, cameras: bool | str = False,
-    image_size: int = 128, block_in_state: bool = True, guard: bool = False, side: str = "both", space: str = EE_DELTA,
-    cost: float = 0.0, devices: Mapping[str, Any] | None = None, goal: str = "pick",
-    waypoints: Mapping[str, Any] | None = None,
+    image_size: int = 128, block_in_state: bool = True, guard: bool = False, side: str = "both",
+    demonstrated: str | None = None, space: str = EE_DELTA, cost: float = 0.0,
+    devices: Mapping[str, Any] | None = None, goal: str = "pick", waypoints: Mapping[str, Any] | None = None,
 ) -> RobotEnv:  # fmt: skip
     """Make a task of the arm as an Env.
 
@@ -325,18 +333,19 @@ def make(
     waypoints: see GuardedRobot; None: those of the goal (WAYPOINTS) in the space of the tool, else none.
     noise: standard deviation of the scripted operator's actions. verdict_by: `judge` or `operator`
     (teleop/verdicts.py). cameras: true, false or auto (cameras/gl.py). guard: its guard is a process of its own, as a
-    real arm's; only on the real clock. side: see SimArm. space: what an action means (spaces.py).
+    real arm's; only on the real clock. side, demonstrated: see SimArm. space: what an action means (spaces.py).
     cost: what each metre that is left takes of a step's reward.
     Raises ConfigError for an unknown goal, and where neither state nor camera would show the block.
     """
     goals = GOALS[check_choice(goal, GOALS, "goal", "task.env.goal")]
     turns = Turns(tuple(each.text for each in goals))
+    side, demonstrated = ("right", None) if goal == "sides" else (side, demonstrated)
     backend = gl.choose_backend(cameras, "" if block_in_state else "block")
     if guard:
         check_clock(clock)
     robot = guarded(
         fps=fps, by_joints=space != EE_DELTA, guard=guard, block_in_state=block_in_state,
-        has_walls=goal == "sides", side="right" if goal == "sides" else side, backend=backend, image_size=image_size,
+        has_walls=goal == "sides", side=side, demonstrated=demonstrated, backend=backend, image_size=image_size,
         waypoints=WAYPOINTS[goal] if waypoints is None and space == EE_DELTA else waypoints,
     )  # fmt: skip
     arm, owner = Scene(robot), robot if space == EE_DELTA else spaced(robot, space, fps)

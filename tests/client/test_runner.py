@@ -12,7 +12,7 @@ from serl_client import Outcome
 from serl_client.controller import RandomPolicy, RemotePolicy
 from serl_client.errors import Refused, RobotFault
 from serl_client.runner import ROOM_PATIENCE
-from serl_client.starts import evaluation_seed, training_seed
+from serl_client.starts import evaluation_seed, is_demonstrated, training_seed
 from serl_client.status import ActorStatus
 
 from tests.shared.actors import STATE, Chunks, CountingEnv, FakeClient, Keys, WaitingClient, run
@@ -120,13 +120,17 @@ def test_a_segment_is_cut_where_the_weights_change(env, client, spec):
 
 
 def test_evaluation_starts_are_distinct_the_same_again_and_never_trained_on(spec):
-    evaluated, again, trained = CountingEnv(spec), CountingEnv(spec), CountingEnv(spec)
+    evaluated, again, trained, demonstrated = (CountingEnv(spec, has_operator=True) for _ in range(4))
     run(evaluated, FakeClient(spec, "evaluate"), episodes=20)
     run(again, FakeClient(spec, "evaluate", number=7), episodes=20)
     run(trained, FakeClient(spec), episodes=50)
+    run(demonstrated, FakeClient(spec, "teleop"), episodes=20)
     assert evaluated.seeds == [evaluation_seed(3, k) for k in range(20)] == again.seeds
     assert len(set(trained.seeds)) == 50
     assert max(trained.seeds) < 1_000_000_000 <= min(evaluated.seeds)
+    assert [is_demonstrated(seed) for seed in (*demonstrated.seeds, *trained.seeds, *evaluated.seeds)] == [
+        *[True] * 20, *[False] * 70
+    ]  # fmt: skip
     assert trained.seeds == [training_seed(0, FakeClient.session, number) for number in range(50)]
     assert training_seed(1, FakeClient.session, 0) != training_seed(0, FakeClient.session, 0)
     assert len({evaluation_seed(ordinal, k) for ordinal in range(3) for k in range(5)}) == 15

@@ -1,5 +1,7 @@
 """Plans whose rows, rewards and metrics are looked at. All runs in threads of this process."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from serl_launcher.training.metrics import read
 from serl_launcher.training.report import read as summary_of
 from serl_launcher.types import Decision
 from tests.shared import oracle
-from tests.shared.common import STATE
+from tests.shared.common import ROOT, STATE
 from tests.shared.here import start
 from tests.shared.tools import called
 
@@ -76,6 +78,18 @@ def test_every_row_has_both_images_and_their_ages_and_the_run_can_be_asked_what_
     assert status == 0
     assert "successful episodes of check" in said
     assert "all cameras shuffled" in said
+
+
+def test_a_person_who_takes_over_mends_what_a_clone_of_one_sided_demonstrations_cannot(tmp_path):
+    """README's run with a person, as it stands there."""
+    pytest.importorskip("mujoco")
+    (words,) = re.findall(r"^\./start\.sh (plan=hiors .*) run_dir=", (ROOT / "README.md").read_text(), re.MULTILINE)
+    start(tmp_path, [*words.split(), "log=false"])
+    summary = summary_of(tmp_path / "summary.json")
+    clone, practised = (summary[name]["wilson95"] for name in ("before", "eval"))
+    assert clone[1] < 0.7 < practised[0]
+    assert summary["assisted"] >= 10
+    assert summary["person"]["takeovers_min"] > 0
 
 
 # -- columns that an algorithm adds

@@ -1,8 +1,11 @@
 """The embedded arm: its seeds, its kinematics, its judge's task and its scripted operator."""
 
+import itertools
+
 import numpy as np
 import pytest
 from serl_client import ConfigError
+from serl_client.starts import Starts
 
 from robot_infra.tasks.sim_arm import CENTRE, NAMES, SCALE, WORKSPACE, SimArm, guarded, make
 from tests.shared.robots import check_rows, play
@@ -87,9 +90,24 @@ def test_the_block_lies_on_the_side_that_was_asked_for_and_nothing_else_of_a_sta
     assert found == signs
 
 
-def test_another_side_is_refused():
-    with pytest.raises(ConfigError, match=r"task\.env\.side=middle: say one of both, left, right"):
-        SimArm("arm", hz=10, side="middle")
+def test_what_is_demonstrated_lies_in_a_corner_and_what_is_practised_and_evaluated_lies_as_without_that_word():
+    arm, whole, starts = SimArm("arm", hz=10, demonstrated="corner"), SimArm("arm", hz=10), Starts(0, "session")
+    for mode, number in itertools.product(("teleop", "collect", "evaluate"), range(12)):
+        seed = starts.seed({"mode": mode, "number": 1}, 0, number)
+        arm.scene(seed)
+        whole.scene(seed)
+        (x, y, _), elsewhere = arm.sense()["scene"][3:6], whole.sense()["scene"][3:6]
+        if mode == "teleop":
+            assert 0.44 <= x <= 0.48
+            assert 0.08 <= y <= 0.12
+        else:
+            assert (x, y) == tuple(elsewhere[:2])
+
+
+@pytest.mark.parametrize("name", ["side", "demonstrated"])
+def test_another_side_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"task\.env\.{name}=middle: say one of both, left, right, corner"):
+        SimArm("arm", hz=10, **{name: "middle"})
 
 
 def test_the_kinematics_bring_the_tool_to_its_target(arms):

@@ -8,6 +8,7 @@ import xxhash
 
 TRAINING_SEEDS = 1_000_000_000
 EVALUATION_SEEDS = 10_000  # for one session
+DEMONSTRATION_SEEDS = 3_000_000_000  # from here on: those of what an operator demonstrates
 
 
 def alone() -> tuple[int, int]:
@@ -30,7 +31,8 @@ class Starts:
     def seed(self, directive: Mapping[str, Any], ordinal: int, number: int) -> int:
         """Return the start of episode `number` of the session, which is the run's session `ordinal`."""
         if directive["mode"] != "evaluate":
-            return training_seed(self._seed, self._session, number)
+            begin = DEMONSTRATION_SEEDS if directive["mode"] == "teleop" else 0
+            return begin + training_seed(self._seed, self._session, number)
         self._begun[directive["number"]] += 1
         return evaluation_seed(ordinal, self._begun[directive["number"]] - 1)
 
@@ -53,6 +55,11 @@ class Starts:
 def training_seed(seed: int, session: str, number: int) -> int:
     """Return the seed of episode `number` of a session."""
     return xxhash.xxh3_64_intdigest(f"{seed}/{session}/{number}".encode()) % TRAINING_SEEDS
+
+
+def is_demonstrated(seed: int) -> bool:
+    """Return whether an operator demonstrates from this start. A simulation may lay it out as they would."""
+    return seed >= DEMONSTRATION_SEEDS
 
 
 def evaluation_seed(ordinal: int, number: int) -> int:
