@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from serl_client.errors import ConfigError
 
-from serl_launcher.datasets import robomimic, shards
+from serl_launcher.datasets import lerobot_api, robomimic, shards
 from serl_launcher.datasets.export import export_run
 from serl_launcher.datasets.inspection import Findings, inspect
 from serl_launcher.datasets.reader import Dataset
@@ -136,11 +136,9 @@ def difference(first: Dataset, other: Dataset) -> str:
 
 def aggregate(part: Path, folders: Sequence[Path]) -> None:
     import pyarrow as pa
-    from lerobot.datasets.aggregate import aggregate_datasets
 
-    names = [f"retake/{i}" for i in range(len(folders))]
     try:
-        aggregate_datasets(names, "retake/merged", roots=[folder.resolve() for folder in folders], aggr_root=part)
+        lerobot_api.merge(part, folders)
     except (ValueError, pa.ArrowException) as error:
         raise ConfigError(f"LeRobot cannot merge these datasets: {error}") from None
 

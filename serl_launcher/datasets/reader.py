@@ -27,7 +27,7 @@ from serl_client.names import MAX_NAME, cleaned
 from serl_client.recorder import segment_rows
 from serl_client.spec import DTYPES, Array, Feature, Spec
 
-from serl_launcher.datasets import names
+from serl_launcher.datasets import lerobot_api, names
 
 NEEDED = ("pyarrow", "av", "PIL")
 IMAGES = ("image", "video")
@@ -57,7 +57,7 @@ class Dataset:
         if not version.startswith("v3."):
             raise ConfigError(
                 f"{folder} is of LeRobot's format {version}, v3.0 is read here: convert it with "
-                "python -m lerobot.datasets.v30.convert_dataset_v21_to_v30"
+                f"python -m {lerobot_api.converter()}"
             )
         try:
             self.fps = float(self.info["fps"])

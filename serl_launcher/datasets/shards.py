@@ -22,6 +22,7 @@ import numpy as np
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature, Spec
 
+from serl_launcher.datasets import lerobot_api
 from serl_launcher.datasets.episodes import Mismatch, Rows, end
 from serl_launcher.datasets.names import COLUMNS, DONE, MANIFEST, OUTCOME, PHASE, STORED, SUCCESS, cameras, column
 from serl_launcher.datasets.priority import ordinary_priority
@@ -93,10 +94,7 @@ def write(
     """
     remove(part)
     part.parent.mkdir(parents=True, exist_ok=True)
-    dataset = _lerobot().create(
-        "retake/shard", _fps(spec), features(spec, "video" if codec else "image"), root=part,
-        use_videos=codec is not None, vcodec=codec or CODECS[0], encoder_threads=1,
-    )  # fmt: skip
+    dataset = lerobot_api.create(part, _fps(spec), features(spec, "video" if codec else "image"), codec)
     images, written = {column(name, spec) for name in cameras(spec)}, []
     for info, columns in episodes:
         for step in range(info.steps):
@@ -142,7 +140,7 @@ def verify(part: Path, spec: Spec, written: Sequence[tuple[EpisodeInfo, Rows]]) 
     """
     from datasets import config
 
-    LeRobotDataset, lengths = _lerobot(), [info.steps for info, _ in written]
+    LeRobotDataset, lengths = lerobot_api.dataset_class(), [info.steps for info, _ in written]
     with tempfile.TemporaryDirectory(dir=part.parent, suffix=PART) as cache, _cached_in(config, cache):
         dataset = LeRobotDataset("retake/shard", root=part)
         there = [int(episode["length"]) for episode in dataset.meta.episodes]
@@ -178,19 +176,6 @@ def _frames(video: Path) -> int:
     with av.open(str(video)) as container:
         count += sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
     return count
-
-
-def _lerobot() -> Any:
-    """Import LeRobotDataset, silenced, and without access to the network."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("SVT_LOG", "1")
-    import av.logging
-    import datasets
-    from lerobot.datasets.lerobot_dataset import LeRobotDataset
-
-    datasets.disable_progress_bars()
-    av.logging.set_libav_level(av.logging.ERROR)
-    return LeRobotDataset
 
 
 @contextlib.contextmanager
@@ -230,9 +215,9 @@ def codec_for(spec: Spec) -> str | None:
 
 def _unfit(codec: str, spec: Spec, feature: Feature) -> str | None:
     """Return why two frames of this shape cannot be encoded and decoded again; None if they can."""
-    _lerobot()
+    lerobot_api.dataset_class()
     from av.error import FFmpegError
-    from lerobot.datasets.video_utils import decode_video_frames, encode_video_frames
+    from lerobot.datasets.video_utils import decode_video_frames
     from PIL import Image
 
     fps = _fps(spec)
@@ -242,7 +227,7 @@ def _unfit(codec: str, spec: Spec, feature: Feature) -> str | None:
         try:
             video = Path(folder) / "probe.mp4"
             with ordinary_priority():
-                encode_video_frames(folder, video, fps, vcodec=codec, encoder_threads=1)
+                lerobot_api.encode(folder, video, fps, codec)
             frames = decode_video_frames(video, [0.0, 1 / fps], 1e-3)
         except (FFmpegError, OSError, RuntimeError, ValueError, ImportError) as error:
             return (str(error).strip() or repr(error)).splitlines()[0]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from serl_client import Feature, Spec
 
-from serl_launcher.datasets import shards
+from serl_launcher.datasets import lerobot_api, shards
 from serl_launcher.datasets.reader import Dataset
 from tests.shared.common import STATE
 
@@ -35,7 +35,7 @@ def quiet(tmp_path, monkeypatch):
     if not shards.missing():
         import datasets
 
-        shards._lerobot()
+        lerobot_api.dataset_class()
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 

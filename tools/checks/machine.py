@@ -90,7 +90,8 @@ def packages(run: Run) -> Iterator[Finding]:
     tested = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["uv"]["constraint-dependencies"]
     others = [
         f"{item.name} {found} (tested: {item.specifier})" for item in map(Requirement, tested)
-        if item.name in needed and (found := importlib.metadata.version(item.name)) not in item.specifier
+        if item.name in needed and (item.marker is None or item.marker.evaluate())
+        and (found := importlib.metadata.version(item.name)) not in item.specifier
     ]  # fmt: skip
     if others:
         yield Finding(

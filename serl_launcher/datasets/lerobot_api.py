@@ -1,0 +1,65 @@
+"""Every call into lerobot's datasets that differs between its versions: 0.4.4 on Python 3.11, 0.6.1 on newer ones.
+
+Each import is silenced, and asks nobody on the network.
+"""
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+CONVERTERS = "lerobot.scripts.convert_dataset_v21_to_v30", "lerobot.datasets.v30.convert_dataset_v21_to_v30"
+
+
+def dataset_class() -> Any:
+    """Import LeRobotDataset, silenced, and without access to the network."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("SVT_LOG", "1")
+    import av.logging
+    import datasets
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    datasets.disable_progress_bars()
+    av.logging.set_libav_level(av.logging.ERROR)
+    return LeRobotDataset
+
+
+def create(folder: Path, fps: float, features: Mapping[str, Any], codec: str | None) -> Any:
+    """Return a new LeRobotDataset to be written into `folder`. codec: of videos; None: images as PNG."""
+    more = _encoder(codec) if codec else {}
+    return dataset_class().create(
+        "retake/shard", fps, features, root=folder, use_videos=codec is not None, encoder_threads=1, **more
+    )
+
+
+def encode(images: Path | str, video: Path, fps: float, codec: str) -> None:
+    """Encode the files `frame-000000.png` and so on of a folder. Raises ValueError if there is no such codec here."""
+    from lerobot.datasets.video_utils import encode_video_frames
+
+    (encoder,) = _encoder(codec).values()
+    encode_video_frames(images, video, fps, encoder, encoder_threads=1)
+
+
+def _encoder(codec: str) -> dict[str, Any]:
+    """The argument of LeRobotDataset.create that names a codec; as the 4th of encode_video_frames it is another."""
+    if importlib.util.find_spec("lerobot.configs.video") is None:
+        return {"vcodec": codec}
+    from lerobot.configs.video import RGBEncoderConfig
+
+    return {"rgb_encoder": RGBEncoderConfig(vcodec=codec)}
+
+
+def merge(target: Path, folders: Sequence[Path]) -> None:
+    """Merge datasets into the new folder `target`. Raises ValueError or ArrowException if lerobot cannot."""
+    from lerobot.datasets.aggregate import aggregate_datasets
+
+    names = [f"retake/{i}" for i in range(len(folders))]
+    aggregate_datasets(names, "retake/merged", roots=[folder.resolve() for folder in folders], aggr_root=target)
+
+
+def converter() -> str:
+    """Return the module that converts a dataset of v2.1 to v3.0."""
+    if importlib.util.find_spec("lerobot") is None:
+        return CONVERTERS[0]
+    return next(name for name in CONVERTERS if importlib.util.find_spec(name))
