@@ -28,7 +28,7 @@ pages=$!
 try .venv/bin/ruff check --quiet .
 try .venv/bin/ruff format --check --quiet .
 [ "${1:-}" != all ] || try .venv/bin/basedpyright # pyright with nothing to fetch
-try $python -m pytest -q -n 3 --dist worksteal --durations=10 -m "$marks"
+try $python -m pytest -q -n 3 --dist worksteal -p tests.dearest -m "$marks"
 try commands
 echo "$SECONDS s; failed: ${failed[*]:-nothing}"
 [ ${#failed[@]} = 0 ]
