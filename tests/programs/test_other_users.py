@@ -22,7 +22,6 @@ from serl_launcher.store.store import Store
 from tests.shared.common import ROOT, TOOLS, until
 from tests.shared.programs import Programs
 from tests.shared.tools import called
-from tests.store.made import founded
 
 NOBODY, OTHERS = 65534, 65533  # user and group
 OPEN = """
@@ -174,13 +173,15 @@ def reader(stranger):
 
 
 @pytest.fixture
-def stored(place, make_segment):
+def stored(place, spec, make_segment):
     """The folder of a run with two episodes, whose index has a log, as a killed learner leaves it."""
-    made = founded(place / "live")
+    made = Store.create(place / "live", spec, {"online": 400})
+    made.direct({"into": "online", "phase": "practise"})
+    made.lives.hello("arm", "outbox", "A", [])
     for number in range(2):
         made.stage("A", number, make_segment(f"e{number}", number, ends="terminated"))
     made.commit()
-    shutil.copytree(made.folder, place / "run/store")
+    shutil.copytree(place / "live", place / "run/store")
     made.close()
     (place / "run/config.yaml").touch()
     return place / "run"
