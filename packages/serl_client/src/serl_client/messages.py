@@ -353,9 +353,8 @@ def _check_version(hello: dict[str, Any]) -> None:
         fields = f" (and differ in the fields {', '.join(strange)[:200]} of a Hello)" if strange else ""
         older = "the learner" if low > PROTOCOL[1] else "this client" if high < PROTOCOL[0] else "the older one"
         raise VersionMismatch(
-            f"the two sides speak different protocols: this client {low}-{high}, this learner "
-            f"{PROTOCOL[0]}-{PROTOCOL[1]}{fields}. Install the same version of Retake on both: update {older} "
-            "(`git pull && . examples/install.sh`)"
+            f"the sides speak different protocols: this client {low}-{high}, this learner {PROTOCOL[0]}-{PROTOCOL[1]}"
+            f"{fields}. Install the same version on both: update {older} (`git pull && . examples/install.sh`)"
         )
 
 
