@@ -46,8 +46,8 @@ def fails(place: int, share: Share) -> None:
 def waits(folder: Path, place: int, share: Share) -> None:
     """Says that it is there, and when it ends, which lasts until all are told to; keeps the pipe `alive` open."""
     alive = (folder / "alive").open("w", buffering=1)
-    print(os.getpid(), file=alive)
     try:
+        print(os.getpid(), file=alive)
         signal.pause()
     except KeyboardInterrupt:
         until((folder / "told").exists)
