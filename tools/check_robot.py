@@ -82,7 +82,7 @@ def findings(config: DictConfig, move: bool, seconds: float) -> Iterator[tuple[s
     with tempfile.TemporaryDirectory() as folder:
         config, path = config.copy(), f"{folder}/calls"
         for name, word in driver.watched(env, path).items():
-            OmegaConf.update(config, f"task.env.{name}", word, merge=False)
+            OmegaConf.update(config, f"task.env.{name}", word, merge=False, force_add=True)  # a yaml may say no options
         made = factory(config, "task.env")()
         yield from tried(made, move=move, seconds=seconds, most=driver.steadiness(env, path))
 

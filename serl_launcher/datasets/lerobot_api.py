@@ -3,6 +3,7 @@
 Each import is silenced, and asks nobody on the network.
 """
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ def dataset_class() -> Any:
     return LeRobotDataset
 
 
-def create(folder: Path, fps: float, features: Mapping[str, Any], codec: str | None) -> Any:
+def create(folder: Path, fps: Any, features: Mapping[str, Any], codec: str | None) -> Any:
     """Return a new LeRobotDataset to be written into `folder`. codec: of videos; None: images as PNG."""
     more = _encoder(codec) if codec else {}
     return dataset_class().create(
@@ -33,7 +34,7 @@ def create(folder: Path, fps: float, features: Mapping[str, Any], codec: str | N
     )
 
 
-def encode(images: Path | str, video: Path, fps: float, codec: str) -> None:
+def encode(images: Path | str, video: Path, fps: Any, codec: str) -> None:
     """Encode the files `frame-000000.png` and so on of a folder. Raises ValueError if there is no such codec here."""
     from lerobot.datasets.video_utils import encode_video_frames
 
@@ -45,9 +46,8 @@ def _encoder(codec: str) -> dict[str, Any]:
     """The argument of LeRobotDataset.create that names a codec; as the 4th of encode_video_frames it is another."""
     if importlib.util.find_spec("lerobot.configs.video") is None:
         return {"vcodec": codec}
-    from lerobot.configs.video import RGBEncoderConfig
-
-    return {"rgb_encoder": RGBEncoderConfig(vcodec=codec)}
+    encoder = importlib.import_module("lerobot.configs.video").RGBEncoderConfig
+    return {"rgb_encoder": encoder(vcodec=codec)}
 
 
 def merge(target: Path, folders: Sequence[Path]) -> None:
