@@ -35,7 +35,8 @@ def open_arm(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[
     try:
         kind = pkgutil.resolve_name(driver)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"there is no driver {driver!r}: {error}; give the full name of a class") from None
+        where = "give the full name of a class, whose folder PYTHONPATH names if it is not Retake's"
+        raise ConfigError(f"the driver {driver!r} cannot be imported: {error}; {where}") from None
     if not (isinstance(kind, type) and issubclass(kind, Arm)):
         raise ConfigError(f"the driver {driver} is no class derived from robot_infra.drivers.arm.Arm (docs/robots.md)")
     make = cast(Callable[..., Arm], kind)

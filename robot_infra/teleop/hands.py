@@ -52,8 +52,8 @@ class Hands:
         if not action.names or not moves.issuperset(action.names) or not (leads or space.endswith("_delta")):
             entries = ", ".join(action.names) or f"{action.shape[0]} entries without names"
             raise ConfigError(
-                f"these devices move {', '.join(sorted(moves)) or 'nothing'}, by deltas; this robot takes {entries} as "
-                f"{space}: use another operator, such as a leader arm"
+                f"this robot takes {entries} as {space}; the device moves {', '.join(sorted(moves)) or 'nothing'}, by "
+                "deltas (ee_delta): use another task.env.operator=..., such as a leader arm"
             )
         self._devices, self._action, self.space, self._takes_by_touch = devices, action, space, takeover == "touch"
         self._words: deque[str] = deque()

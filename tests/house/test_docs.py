@@ -82,6 +82,21 @@ def test_the_robot_of_the_page_on_robots_moves_within_its_limits_after_somebody_
 
 
 @pytest.mark.slow
+def test_the_driver_and_the_yaml_of_that_page_pass_the_check_as_they_stand(tmp_path, monkeypatch):
+    text = (ROOT / "docs/robots.md").read_text()
+    (code,), (task, *_) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
+    (tmp_path / "my_robot.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the guard
+    folder = shutil.copytree(CONFIG, tmp_path / "config")
+    (folder / "task/my_robot.yaml").write_text(task.replace("robot_infra.drivers.my_robot", "my_robot"))
+    config = composed(folder, ["actor=true", "task=my_robot", f"task.env.address={tmp_path / 'arm'}"])
+    found = check_robot.checks(config, False, 0.5)["checks"]
+    assert {one["check"] for one in found} >= {"position", "read()", "shapes", "close"}
+    assert [one for one in found if one["state"] == "FAIL" and one["check"] != "rate"] == []  # of a busy machine
+
+
+@pytest.mark.slow
 def test_the_two_tasks_and_waypoints_of_that_page_bring_its_robot_home(tmp_path, monkeypatch):
     text = (ROOT / "docs/robots.md").read_text()
     (code,), (task, *others) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))

@@ -263,7 +263,7 @@ def test_a_leader_arm_drives_by_a_toggle_alone_and_within_the_bounds(clock):
 
 def test_a_robot_without_a_leader_and_a_robot_that_no_device_moves_are_refused():
     robot = Follower()
-    with pytest.raises(ConfigError, match=r"these devices move .*; this robot takes shoulder.pos, elbow.pos"):
+    with pytest.raises(ConfigError, match=r"this robot takes shoulder.pos, elbow.pos as .*; the device moves "):
         Hands([Scripted()], robot.action, robot.space)
     robot.features = {}
     with pytest.raises(ConfigError, match="no leader arm"):
