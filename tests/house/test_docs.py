@@ -92,7 +92,7 @@ def test_the_driver_and_the_yaml_of_that_page_pass_the_check_as_they_stand(tmp_p
     (folder / "task/my_robot.yaml").write_text(task.replace("robot_infra.drivers.my_robot", "my_robot"))
     config = composed(folder, ["actor=true", "task=my_robot", f"task.env.address={tmp_path / 'arm'}"])
     found = check_robot.checks(config, False, 0.5)["checks"]
-    assert {one["check"] for one in found} >= {"position", "read()", "shapes", "close"}
+    assert {one["check"] for one in found} >= {"position", "read()", "close"}
     assert [one for one in found if one["state"] == "FAIL" and one["check"] != "rate"] == []  # of a busy machine
 
 

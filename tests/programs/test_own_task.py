@@ -100,7 +100,7 @@ def test_what_environments_recorded_before_they_raised_is_delivered_and_the_run_
     (place,) = re.findall(r"environment (\d) ended with status 1; 1 go on", said)
     (last,) = re.findall(r"error: (.*This was fault 3.*)", said)
     assert last.startswith("the environment rude:Rude-v0 failed in step(): ValueError: the gripper is gone. This was")
-    assert "failed in make(): OSError: the constructor has no device. It goes on with another episode" in said
+    assert re.search(r"in make\(\): OSError: the constructor has no device\..* It goes on with another episode", said)
     stored = {"first": 0, "second": 0}
     for episode, steps in programs.facts().episodes.items():
         stored["first" if episode.startswith(f"rude/{place}-") else "second"] += steps
