@@ -14,6 +14,7 @@ power     a power cut after every call of a recorded run (tests/faults/power.py)
 soak      hours in minutes (tools/soak.py)
 pages     every command of README and docs, each run to its end (tools/readme.py)
 mutants   100 small faults of the product (tools/mutants.py); the survivors are in its log
+pythons   lerobot's newest version on Python 3.12 and 3.13 (tests/pythons.sh)
 holes     known holes of the pinned versions (uv audit), where the database can be reached
 
 Seeds follow from the commit. Results go to runs/nightly.jsonl, what a part says to runs/nightly/NAME.log.
@@ -66,6 +67,7 @@ def parts(seed: int) -> list[Part]:
         Part("power", f"{python} -m tests.faults.power --all --seed {seed}", 60),
         Part("quickstart", f"{python} tools/chaos.py --quickstart --seed {seed} export.sources=all", 15),
         Part("soak", f"{python} tools/soak.py --minutes 10", 11),
+        *(Part(f"pythons {version}", f"tests/pythons.sh {version}", 12) for version in ("3.12", "3.13")),
         Part("holes", "PATH=$PWD/.uv/bin:$PATH uv audit --preview-features audit-command", 1),
     ]  # fmt: skip
 
