@@ -37,7 +37,7 @@ def carry_out(run_dir: Path, local: str, order: str, about: str, actor: str = ""
         label(local, run_dir / "actors" / "page" / "outbox", verdict_on(about, order), name="page")
         return f"{about}: {order}. It is stored"
     if order not in COMMANDS:
-        raise Refused(f"there is no order {order[:40]!r}")
+        raise Refused(f"there is no order {order[:40]!r}: say one of {', '.join([*VERDICTS, *COMMANDS])}")
     return command(local, order, about)
 
 
@@ -56,7 +56,7 @@ def say(local: str, word: str, actor: str, about: str) -> str:
     if heard != number:
         raise Timeout(f"{word} may be lost, {actor} has not acknowledged it: look before you repeat it")
     if late:
-        raise Refused(f"nothing was done: what you saw of {actor} is over")
+        raise Refused(f"nothing was done: what you saw of {actor} is over; look again")
     return f"{word}: {actor} has taken it"
 
 
@@ -70,7 +70,9 @@ def command(local: str, order: str, phase: str) -> str:
     with Connection(local, m.Hello(m.PROTOCOL, "viewer", "page")) as link:
         status: Any = link.call(m.Status(), ANSWER_S)
         if (now := status.report["directive"].get("phase", "")) != phase:
-            raise Refused(f"nothing was done: the run is in the phase {now or 'before the first one'!r} now")
+            raise Refused(
+                f"nothing was done, look again: the run is in the phase {now or 'before the first one'!r} now"
+            )
         try:
             done: Any = link.call(m.Command(COMMANDS[order]), ANSWER_S)
         except (Timeout, Disconnected) as error:
@@ -88,8 +90,8 @@ def label(address: str, outbox: Path, outcome: Outcome, *, name: str = NAME, key
         spec = link.hello(PATIENCE).spec
         link.send(m.Bye())
     if spec is None:
-        raise Refused("no actor has come to this run yet: there is no episode")
+        raise Refused("no actor has come to this run yet, so there is no episode: start one")
     with TrainerClient(address, actor=name, spec=Spec.from_dict(spec), outbox=outbox, key=key) as client:
         client.push(outcome)
         if not client.drain(PATIENCE):
-            raise Timeout(f"the learner did not acknowledge it: it lies in {outbox}, and goes with the next label")
+            raise Timeout(f"the learner did not acknowledge it: wait, it lies in {outbox} and goes with the next label")

@@ -28,7 +28,9 @@ def trials(path: Path) -> dict[str, Trial]:
         raise ConfigError(f"{path} has no evaluation: run `plan=evaluate run_dir={path}` first")
     newest = max(evaluated, key=lambda each: each[0])[1].get("trials", [])
     if not newest:
-        raise ConfigError(f"the evaluation of {path} does not tell its starts: evaluate once more, with this version")
+        raise ConfigError(
+            f"the evaluation of {path} does not tell its starts: run `plan=evaluate run_dir={path}` once more"
+        )
     return {start: Trial(success, total) for start, success, total in reversed(newest)}  # of equal ones the first
 
 
@@ -40,8 +42,8 @@ def compared(one: tuple[Path, Mapping[str, Trial]], two: tuple[Path, Mapping[str
     shared = [start for start in one[1] if start in two[1]]
     if not shared:
         raise ConfigError(
-            f"{one[0]} and {two[0]} share no start: evaluations have the same starts if the robot is the same "
-            "simulation, and if both runs were started equally often before"
+            f"{one[0]} and {two[0]} share no start: compare runs of the same simulation, which were started equally "
+            "often before"
         )
     pairs = [(one[1][start], two[1][start]) for start in shared]
     found: dict[str, Any] = {"starts": [len(one[1]), len(two[1])], "shared": len(shared)}

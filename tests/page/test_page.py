@@ -120,7 +120,7 @@ def test_a_command_names_its_phase_and_counts_once(served, browse, arm):
     for number, word in enumerate(("pause", "resume", "next", "stop"), 1):
         told = browser.ask("order", order=word, about=phase)
         assert told == f"{word}: the learner has taken it as order {number}"
-    assert "nothing was done: the run is in the phase 'practise' now" in browser.ask(
+    assert "nothing was done, look again: the run is in the phase 'practise' now" in browser.ask(
         "order", order="next", about="clone"
     )
     assert "there is no order" in browser.ask("order", order="goto", about=phase)
@@ -129,7 +129,7 @@ def test_a_command_names_its_phase_and_counts_once(served, browse, arm):
 
 @pytest.mark.parametrize(
     ("answer", "says"),
-    [("{}", "ready: arm has taken it"), ("{} late", "error: nothing was done: what you saw of arm is over"),
+    [("{}", "ready: arm has taken it"), ("{} late", "error: nothing was done: what you saw of arm is over; look again"),
      (None, "error: ready may be lost, arm has not acknowledged it: look before you repeat it")],
 )  # fmt: skip
 def test_a_word_to_an_actor_is_acknowledged_by_that_actor_or_said_to_be_lost(browse, arm, monkeypatch, answer, says):

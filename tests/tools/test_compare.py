@@ -62,7 +62,7 @@ def test_returns_are_compared_where_nobody_judges(tmp_path):
 def test_what_cannot_be_compared_is_said(tmp_path):
     one = run(tmp_path / "one", [1, 0])
     for other, told in (
-        (run(tmp_path / "two", [1], starts=5), "share no start: evaluations have the same starts if"),
+        (run(tmp_path / "two", [1], starts=5), "share no start: compare runs of the same simulation"),
         (tmp_path / "none", "none has no evaluation: run `plan=evaluate run_dir="),
         (run(tmp_path / "old", []), "does not tell its starts"),
     ):

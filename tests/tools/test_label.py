@@ -83,7 +83,10 @@ def test_without_a_name_it_lists_the_episodes_with_what_is_said_of_them(run, tmp
 
 def test_without_an_actor_or_without_a_learner_it_says_so(run):
     words = ("--port", run.port, "--run-dir", run.run_dir, "e0", "success")
-    assert typed("label", *words) == (1, "error: no actor has come to this run yet: there is no episode\n")
+    assert typed("label", *words) == (
+        1,
+        "error: no actor has come to this run yet, so there is no episode: start one\n",
+    )
     run.port = free_port()
     status, said = label(run, "e0", "success")
     assert status == 1
