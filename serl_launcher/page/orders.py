@@ -70,9 +70,7 @@ def command(local: str, order: str, phase: str) -> str:
     with Connection(local, m.Hello(m.PROTOCOL, "viewer", "page")) as link:
         status: Any = link.call(m.Status(), ANSWER_S)
         if (now := status.report["directive"].get("phase", "")) != phase:
-            raise Refused(
-                f"nothing was done, look again: the run is in the phase {now or 'before the first one'!r} now"
-            )
+            raise Refused(f"nothing was done, look again: the phase is {now or 'before the first one'!r} now")
         try:
             done: Any = link.call(m.Command(COMMANDS[order]), ANSWER_S)
         except (Timeout, Disconnected) as error:

@@ -28,9 +28,7 @@ def trials(path: Path) -> dict[str, Trial]:
         raise ConfigError(f"{path} has no evaluation: run `plan=evaluate run_dir={path}` first")
     newest = max(evaluated, key=lambda each: each[0])[1].get("trials", [])
     if not newest:
-        raise ConfigError(
-            f"the evaluation of {path} does not tell its starts: run `plan=evaluate run_dir={path}` once more"
-        )
+        raise ConfigError(f"the evaluation of {path} does not tell its starts: say plan=evaluate run_dir={path} again")
     return {start: Trial(success, total) for start, success, total in reversed(newest)}  # of equal ones the first
 
 

@@ -120,7 +120,7 @@ def test_a_command_names_its_phase_and_counts_once(served, browse, arm):
     for number, word in enumerate(("pause", "resume", "next", "stop"), 1):
         told = browser.ask("order", order=word, about=phase)
         assert told == f"{word}: the learner has taken it as order {number}"
-    assert "nothing was done, look again: the run is in the phase 'practise' now" in browser.ask(
+    assert "nothing was done, look again: the phase is 'practise' now" in browser.ask(
         "order", order="next", about="clone"
     )
     assert "there is no order" in browser.ask("order", order="goto", about=phase)
