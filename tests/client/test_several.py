@@ -11,6 +11,7 @@ import pytest
 from serl_client.several import Share, run_several
 
 from tests.shared.common import until
+from tests.shared.programs import without_nohup
 
 PARENT = """
 import sys
@@ -71,7 +72,7 @@ def test_the_others_go_on_without_one_that_fails_and_do_its_share_and_only_if_al
 def test_all_end_in_order_with_their_parent(tmp_path, sent, to_all, status):
     """Also where a system signals them all, or their terminal is closed."""
     os.mkfifo(tmp_path / "alive")
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)])
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], preexec_fn=without_nohup)
     with open(tmp_path / "alive") as alive:
         processes = [int(alive.readline()) for _ in range(2)]
         for process in processes * to_all:

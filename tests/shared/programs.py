@@ -40,7 +40,7 @@ class Facts:
         return {json.loads(body)["phase"] for _, body in self.directives}
 
 
-def _without_nohup():
+def without_nohup():
     """What runs the tests may ignore a terminal that is closed; no person's shell does."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -73,7 +73,7 @@ class Programs:
         with open(self.log, "a") as log:
             process = subprocess.Popen(
                 command, stdin=stdin, stdout=log, stderr=log, cwd=self.log.parent, start_new_session=True,
-                env=self.environment, preexec_fn=_without_nohup,
+                env=self.environment, preexec_fn=without_nohup,
             )  # fmt: skip
         self._started.append(process)
         return process
