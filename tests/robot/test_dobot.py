@@ -216,7 +216,7 @@ def test_a_second_client_is_told_that_there_is_one(make, version):
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"version": "V5"}, "use V3 or V4"), ({"t": 0.01}, r"options.t=0.01: V3 takes 0.02 to 3600"),
-     ({"gain": 10}, "gain=10: V3 takes 200 to 1000"), ({"gripper": {"port": "", "steps": (9, 3)}}, "steps=")],
+     ({"gain": 10}, "gain=10: V3 takes 200 to 1000"), ({"gripper": {"port": "", "steps": (9, 3)}}, "from 0 to 4095")],
 )  # fmt: skip
 def test_options_that_cannot_be_are_refused_before_anything_is_connected(options, said):
     with pytest.raises(ConfigError, match=said):
