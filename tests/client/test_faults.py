@@ -5,6 +5,7 @@ from serl_client import Outcome
 from serl_client.errors import ConfigError, RobotFault
 from serl_client.faults import Faults
 from serl_client.messages import Command
+from serl_client.person import Person
 from serl_client.status import ActorStatus
 
 from tests.shared.actors import STATE, CountingEnv, FakeClient, Keys, WaitingClient, run
@@ -174,6 +175,18 @@ def test_ready_from_elsewhere_counts_for_the_question_that_is_asked_now(client, 
     run(env, client, operator=Keys({}), status=status)
     assert heard == [("FAULT", f"{number} late") for number in (1, 2, 3, 4)]
     assert (client.lengths, status.heard) == ([1, 13], "5")
+
+
+def test_a_pause_beside_the_robot_is_lifted_there_alone(client):
+    keys, status = Keys({1: ["pause"], 3: ["pause"], 6: ["pause"]}), ActorStatus()
+    person, told = Person(keys, client, status), {0: "pause", 2: "resume", 4: "pause", 5: "resume", 7: "resume"}
+    seen = []
+    for look in range(8):
+        client.said += [Command(told[look], "", look, client.actor)] if look in told else []
+        person.listen()
+        seen.append((person.is_paused, status.heard))
+    assert [paused for paused, _ in seen] == [True, False, False, True, True, True, False, False]
+    assert [heard for _, heard in seen][-4:] == ["4", "5 late", "5 late", "7"]
 
 
 def test_a_verdict_from_elsewhere_ends_the_episode_that_it_names_and_a_pause_holds_the_robot(client, spec):

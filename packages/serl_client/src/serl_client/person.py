@@ -32,7 +32,7 @@ class Operator(Protocol):
 class Person:
     """Remembers what the operator says until the control loop has done it.
 
-    is_there: somebody can be asked. demonstrates: and drives the demonstrations. is_paused: they paused the robot.
+    is_there: somebody can be asked. demonstrates: and drives the demonstrations.
     is_ready, has_moved: since `ask` they said that the robot may move, or moved a device.
     verdict: success, failure or discard, of the episode under way, or of the latest one; empty: none.
     """
@@ -40,19 +40,24 @@ class Person:
     def __init__(self, operator: Operator | None, client: TrainerClient, status: ActorStatus) -> None:
         self.is_there = operator is not None and operator.has_terminal
         self.demonstrates = operator is not None and self.is_there and operator.demonstrates
-        self.is_paused = self.is_ready = self.has_moved = False
+        self.is_ready = self.has_moved = False
+        self._pauses_here = self._pauses_elsewhere = False
         self.verdict = ""
         self._operator, self._client, self._status = operator, client, status
         self._latest = ""  # the episode that ended last: a verdict between two episodes is about it
         self._successes = SuccessCounter(status)
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether somebody has paused the robot. A person beside it lifts any pause, one elsewhere only their own."""
+        return self._pauses_here or self._pauses_elsewhere
+
     def listen(self) -> None:
         """Read what was said since the last call. Events that the loop does not know go to the learner as commands."""
         for event in self._operator.poll() if self._operator else ():
-            if event == "pause":
-                self.is_paused = not self.is_paused
-            elif event == "halt":
-                self.is_paused = True
+            if event in ("pause", "halt"):
+                self._pauses_here = event == "halt" or not self.is_paused
+                self._pauses_elsewhere &= self._pauses_here
             elif event == "ready":
                 self.is_ready = True
             elif event == "moved":
@@ -65,9 +70,10 @@ class Person:
             self._status.heard = f"{word.request}{'' if self._takes(word) else ' late'}"
 
     def _takes(self, word: Command) -> bool:
-        """Do what an operator says from elsewhere; return False if it is about something that is over."""
-        if word.name in ("pause", "resume"):
-            self.is_paused = word.name == "pause"
+        """Do what an operator says from elsewhere; return False if it is about something that is over, or if a person
+        beside the robot has paused it."""
+        if word.name == "pause" or (word.name == "resume" and not self._pauses_here):
+            self._pauses_elsewhere = word.name == "pause"
         elif word.name == "ready" and word.argument == str(self._status.question):
             self.is_ready = True
         elif word.name in VERDICTS and word.argument == self._status.episode:
