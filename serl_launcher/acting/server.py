@@ -165,7 +165,7 @@ class InferenceServer:
         if isinstance(message, m.Hello):
             return self._welcome(request.identity, message, owner)
         if not isinstance(message, m.InferenceRequest):
-            raise MessageError(f"{type(message).__name__} is not for the inference process")
+            raise MessageError("this is the port for actions: say the learner's port=..., not its inference_port")
         self.host.check(message)
         self._put(Question(request.identity.bytes, message, now, owner.name))
         return None

@@ -374,8 +374,11 @@ def test_a_refusal_ends_the_actor_with_the_robot_stopped(env, client):
     assert env.stops >= 1
 
 
-def test_what_could_not_be_delivered_is_told(env, client):
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_what_could_not_be_delivered_is_told(env, client, interrupted):
     status = ActorStatus()
     client.drained, client.pending = False, (5, 3 << 20)
-    run(env, client, episodes=1, status=status)
+    client.script = {2: lambda: signal.raise_signal(signal.SIGINT)} if interrupted else {}
+    with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
+        run(env, client, episodes=1, status=status)
     assert "5 records (3 MiB) stay in the outbox" in status.warning

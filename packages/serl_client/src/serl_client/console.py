@@ -111,11 +111,14 @@ class Console(logging.Handler):
         self._write("".join(line + LINE_END for line in lines) + "\x1b[J")
 
     def _size(self) -> os.terminal_size:
-        """Return the columns and lines of the terminal that is drawn on, whatever the environment says of another."""
-        try:
-            return os.get_terminal_size(self._stream.fileno())
-        except (OSError, ValueError):
-            return shutil.get_terminal_size()
+        """Return the columns and lines of the terminal that is drawn on, whatever the environment says of another.
+
+        A terminal that nobody gave a size (of `script`, of a container) says 0 of both.
+        """
+        with suppress(OSError, ValueError):
+            if min(size := os.get_terminal_size(self._stream.fileno())) > 1:
+                return size
+        return shutil.get_terminal_size()
 
     def _return(self) -> None:
         """Go back to the block's first line, to write over it."""

@@ -115,7 +115,10 @@ def judged(address: str, greeting: bytes, seconds: float, has_key: bool) -> Look
 
 def unwelcome(address: str) -> Look:
     """Return the Look for an address that speaks ZeroMQ and does not answer us."""
-    advice = "a learner that is starting, busy or stopped (see its screen), or another program: compare its port"
+    advice = (
+        "a learner that is starting, busy or stopped (see its screen), one of which key= is not (copy it again), or "
+        "another program: compare its port"
+    )
     return Look(False, f"{address} takes connections and does not answer", advice)
 
 

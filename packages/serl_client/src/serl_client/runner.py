@@ -68,20 +68,22 @@ def run_actor(
     policies = {"trained": controller, **by_chance(env.spec, seed)}
     actor = _Actor(env, policies, client, starts, Person(operator, client, status), reset, resets, on_episode, status)
     with interrupted_by_signals(), without_long_collections():
-        fault = None
+        cause = None
         try:
             actor.run()
         except RobotFault as error:
-            fault = error
+            cause = error
             status.warn(f"{error}. The actor ends")
+        except KeyboardInterrupt as interrupt:  # a second one ends the delivery
+            cause = interrupt
         finally:
             status.driver = "IDLE"
             env.stop()
-        if not client.drain(FAREWELL):
+        if not client.drain(FAREWELL if client.connected else 0.0):
             records, size = client.pending
             status.warn(f"{records} records ({size >> 20} MiB) stay in the outbox; they are sent at the next start")
-        if fault:
-            raise fault
+        if cause:
+            raise cause
 
 
 class _Actor:
