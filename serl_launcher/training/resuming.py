@@ -176,7 +176,8 @@ def _of_policies(now: Mapping[str, Any], then: Mapping[str, Any], free: Collecti
 
     Of an algorithm without a policy of that name all differs.
     """
-    mine, theirs = ({"algo": {"policy": tree["algo"].get("policy")}} for tree in (now, then))
+    algos = [tree.get("algo") for tree in (now, then)]
+    mine, theirs = ({"algo": {"policy": algo.get("policy") if isinstance(algo, dict) else None}} for algo in algos)
     if not (mine["algo"]["policy"] and theirs["algo"]["policy"]):
         mine, theirs = now, then
     said = difference(_part(mine, free, False), _part(theirs, free, False), ADDED)

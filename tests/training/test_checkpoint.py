@@ -1,5 +1,6 @@
 """A checkpoint is there whole or not at all, and only a run of its own kind loads it."""
 
+import json
 import logging
 import os
 import pickle
@@ -125,9 +126,11 @@ def test_another_algorithm_robot_or_version_is_refused_and_both_values_are_named
     ):
         with pytest.raises(ConfigError, match=text):
             Checkpoints(checkpoints.folder, spec=told, config=config).load()
-    manifest.write_text(manifest.read_text().replace('"format": 4', '"format": 3'))
-    with pytest.raises(ConfigError, match="another version"):
-        checkpoints.load()
+    whole = json.loads(manifest.read_text())
+    for spoiled, text in (({"config": {"algo": ".."}}, r"algorithm.*algo: "), ({"format": 3}, "another version")):
+        manifest.write_text(json.dumps(whole | spoiled))
+        with pytest.raises(ConfigError, match=text):
+            checkpoints.load()
 
 
 @pytest.mark.slow
