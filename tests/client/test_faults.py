@@ -241,7 +241,7 @@ def test_a_simulated_environment_that_always_raises_ends_its_actor_with_the_last
     client, spec, call, caplog
 ):
     env, asked = Failing(spec, range(2, 99), call=call, error=KeyError("gripper"), clock="simulated"), []
-    client.drain = asked.append
+    client.drain = lambda seconds, **_: asked.append(seconds)
     with pytest.raises(RobotFault, match=r"^KeyError: 'gripper'\. This was fault 3 within 60 s: mend that first$"):
         run(env, client, episodes=9, operator=ReadyPerson(ActorStatus()))
     assert client.lengths == ([1] if call == "step" else [13])

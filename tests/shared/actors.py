@@ -101,7 +101,7 @@ class FakeClient:
         while self.said:
             yield self.said.pop(0)
 
-    def drain(self, timeout):
+    def drain(self, timeout, *, patient=True):
         return self.drained
 
     @property

@@ -163,11 +163,12 @@ class TrainerClient(Closing):
             os.eventfd_read(self._network.news)
         self.check()
 
-    def drain(self, timeout: float) -> bool:
-        """Wait until every record is acknowledged. Return False if that takes more than `timeout` seconds."""
+    def drain(self, timeout: float, *, patient: bool = True) -> bool:
+        """Wait until every record is acknowledged. Return False if that takes more than `timeout` seconds, or, if not
+        `patient`, once the learner is away."""
         deadline = clock.monotonic() + timeout
         while self.pending[0]:
-            if clock.monotonic() > deadline:
+            if clock.monotonic() > deadline or not (patient or self.connected):
                 return False
             self.wait(0.01)
         return True

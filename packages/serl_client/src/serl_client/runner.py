@@ -71,15 +71,14 @@ def run_actor(
         cause = None
         try:
             actor.run()
-        except RobotFault as error:
+        except (RobotFault, KeyboardInterrupt) as error:  # a second KeyboardInterrupt ends the delivery
             cause = error
-            status.warn(f"{error}. The actor ends")
-        except KeyboardInterrupt as interrupt:  # a second one ends the delivery
-            cause = interrupt
+            if isinstance(error, RobotFault):
+                status.warn(f"{error}. The actor ends")
         finally:
             status.driver = "IDLE"
             env.stop()
-        if not client.drain(FAREWELL if client.connected else 0.0):
+        if not client.drain(FAREWELL, patient=not isinstance(cause, KeyboardInterrupt)):
             records, size = client.pending
             status.warn(f"{records} records ({size >> 20} MiB) stay in the outbox; they are sent at the next start")
         if cause:
