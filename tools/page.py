@@ -10,6 +10,7 @@ Ctrl-C ends the page, and nothing else.
 import argparse
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 from serl_client.errors import ConfigError
@@ -32,7 +33,7 @@ def main() -> None:
     keep_private(is_shared(run_dir))
     here = next((folder for folder, its in learners() if its == run_dir), None)
     os.nice(19)
-    asyncio.run(Page(run_dir, f"ipc://{here / SERVER}" if here else "").run(options.port))
+    asyncio.run(Page(run_dir, f"ipc://{here / SERVER}" if here else "").run(options.port, signal.SIGTERM))
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ class PolicyHost:
         if layout != self._layout:
             name = min(name for name, _ in layout.items() ^ self._layout.items())
             there, here = (tuple(each.get(name, ("nothing",))) for each in (layout, self._layout))
-            raise _unfit(f"{name} is {there} there and {here} here")
+            raise _unfit(f"{name} is {there} in {file.name} and {here} here")
         if bad := not_finite(tensors):
             raise ConfigError(
                 f"weights file {file.name} is not finite in {bad}: nothing to do, the current ones act until the next"

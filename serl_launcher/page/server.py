@@ -29,6 +29,7 @@ from websockets.http11 import Request, Response
 from serl_launcher.error_log import first_line
 from serl_launcher.page import door, orders
 from serl_launcher.page.folder import RunFolder
+from serl_launcher.supervisor import END
 
 log = throttled(__name__)
 
@@ -53,10 +54,10 @@ class Page:
             "image": lambda ask: self._folder.image(_text(ask, "episode"), _text(ask, "camera")),
         }  # fmt: skip
 
-    async def run(self, port: int, begun: Callable[[], None] = lambda: None) -> None:
-        """Serve until SIGTERM or Ctrl-C, and print a new link each LIFE_S. Raises ConfigError for a port in use."""
+    async def run(self, port: int, end: int, begun: Callable[[], None] = lambda: None) -> None:
+        """Serve until the signal `end` or Ctrl-C; print new links each LIFE_S. Raises ConfigError for a port in use."""
         stopped = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (end, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         async with self.served(port):
             begun()
@@ -201,7 +202,7 @@ def _text(ask: Mapping[str, Any], name: str) -> str:
 
 
 def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:
-    """Run the page's process until SIGTERM; `begun` is called once it listens."""
+    """Run the page's process until END; `begun` is called once it listens."""
     log_as("page", logging.INFO)
     os.nice(19)
-    asyncio.run(Page(run_dir, local).run(config.page, begun))
+    asyncio.run(Page(run_dir, local).run(config.page, END, begun))

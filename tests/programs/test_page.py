@@ -1,5 +1,6 @@
 """The page beside a learner: it is started with it, dies and comes again alone; its tool finds a run without one."""
 
+import os
 import re
 import signal
 import subprocess
@@ -35,12 +36,14 @@ def test_a_page_is_started_with_the_learner_and_again_after_its_death_and_its_to
         _, again = programs.until(lambda: len(found := LINK.findall(programs.said())) == 2 and found)
         assert again[1] != link[1]
         assert opened(stack, *again)[1] == welcome
+        os.kill(page := programs.alive()["page"], signal.SIGTERM)  # as where a system signals all processes
         tool = [sys.executable, TOOLS / "page.py", programs.run_dir, "--port", str(port)]
         beside = stack.enter_context(subprocess.Popen(tool, stdout=subprocess.PIPE, text=True))
         browser, _ = opened(stack, *LINK.search(beside.stdout.readline()).groups())
         programs.until(lambda: browser.ask("state")["alive"])
         beside.send_signal(signal.SIGINT)
         assert beside.wait(60) == 0
+        assert programs.alive()["page"] == page, "the launcher decides when it ends"
         learner.send_signal(signal.SIGINT)
         programs.status(learner)
         programs.until(lambda: not programs.alive())
