@@ -157,6 +157,7 @@ def _watch(scratch: Path | None) -> list[str]:
             if scratch is None or not os.path.realpath(path).startswith(str(scratch.resolve())):
                 found.append(path)
 
+    sys.dont_write_bytecode = True  # of a package that a case is the first to import
     sys.addaudithook(watch)
     return found
 
