@@ -64,7 +64,7 @@ class FakeClient:
 
     actor, session = "robot", "0123456789abcdef"
     has_room, fault, error, drained, pending, history = True, "", None, True, (0, 0), 1
-    connected, over = True, ""  # whether the learner is there; `next` or `stop`, as said by the operator
+    remote, connected, over = None, True, ""  # whether the learner is there; `next` or `stop`, as said by the operator
 
     def __init__(self, spec, mode="collect", **directive):
         self.spec, self.waited, self.state = spec, 0, SimpleNamespace(step_limit=None, ordinal=3)

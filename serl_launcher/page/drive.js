@@ -1,0 +1,169 @@
+// Driving an arm, hold to move: keys, pads and a gamepad, over a socket of its own, so that nothing delays an input.
+// The actor decides who drives; whatever ends here, also a closed tab, it takes for hands off, and the arm holds.
+const INPUT_MS = 50, LATE_S = 1, DEAD = 0.15, PULLED = 0.6;
+const PADS = { // label: [entry, direction, key]
+  "Forward": ["x", 1, "i"], "Back": ["x", -1, "k"], "Left": ["y", 1, "j"], "Right": ["y", -1, "l"],
+  "Up": ["z", 1, "u"], "Down": ["z", -1, "o"], "Grip": ["gripper", 1, "g"], "Release": ["gripper", -1, "h"],
+};
+const ARROWS = { ArrowUp: "i", ArrowDown: "k", ArrowRight: "l", ArrowLeft: "j" };
+const STICKS = [["y", 0], ["x", 1], ["yaw", 2], ["z", 3]]; // of a gamepad's standard mapping: entry, axis
+const held = new Set(); // labels of PADS
+let wheel = null; // {socket, actor, card, number, seen, frame, told, heard, press, timer}: who drives from this page
+
+export function steer(card, actor, role) {
+  const part = card.querySelector(".drive") ?? build(card);
+  part.hidden = role !== "operator" || actor.remote === null;
+  const mine = wheel?.card === card, begin = part.querySelector(".begin");
+  begin.hidden = mine;
+  begin.disabled = wheel !== null;
+  part.querySelector(".wheel").hidden = !mine;
+  if (!mine) part.querySelector(".who").textContent = actor.remote ? `${actor.remote} drives` : part.dataset.why ?? "";
+}
+
+function build(card) {
+  const part = make("div", { class: "drive" }), controls = make("div", { class: "wheel" }), row = make("div", { class: "row" });
+  const begin = button("Take over", () => take(card), "begin"), pads = make("div", { class: "pads" });
+  row.append(button("Hand back to the policy", () => press("hand back")), button("Let go: the arm holds", () => letGo("")));
+  for (const [label, [, , key]] of Object.entries(PADS)) {
+    const pad = make("button", { class: "pad", "data-pad": label });
+    pad.append(label, make("kbd", {}, key));
+    pad.onpointerdown = (event) => { pad.setPointerCapture(event.pointerId); held.add(label); };
+    pad.onpointerup = pad.onpointercancel = pad.onlostpointercapture = () => held.delete(label);
+    pad.oncontextmenu = (event) => event.preventDefault();
+    pad.onkeydown = ({ key: pressed }) => { if (pressed === " " || pressed === "Enter") held.add(label); };
+    pad.onkeyup = pad.onblur = () => held.delete(label);
+    pads.append(pad);
+  }
+  controls.append(make("div", { class: "views" }), pads, row,
+    make("p", { class: "soft" }, "Hold a key, a pad or a stick to move. RB of a gamepad hands back"));
+  part.append(begin, make("p", { class: "who soft", role: "status" }), controls);
+  card.append(part);
+  return part;
+}
+
+function take(card) {
+  if (wheel) return;
+  const socket = new WebSocket(`ws://${location.host}/socket`), actor = card.dataset.key;
+  socket.binaryType = "arraybuffer";
+  wheel = { socket, actor, card, number: 0, seen: 0, frame: 0, told: null, heard: Date.now(), press: "take over", asked: new Map() };
+  socket.onopen = () => socket.send(JSON.stringify({ token: sessionStorage.getItem("token") ?? "" }));
+  socket.onmessage = ({ data }) => {
+    if (wheel?.socket !== socket) return;
+    if (typeof data !== "string") show(new DataView(data).getUint32(0), new Blob([data.slice(4)], { type: "image/jpeg" }));
+    else if ("role" in JSON.parse(data)) wheel.timer = setInterval(send, INPUT_MS);
+    else hear(JSON.parse(data));
+  };
+  socket.onclose = ({ reason }) => { if (wheel?.socket === socket) letGo(reason || "the page's process is gone: the arm holds"); };
+  say("Taking over");
+}
+
+function send() {
+  if (!wheel.card.isConnected) return letGo("");
+  if (document.hidden || !document.hasFocus()) return letGo("Hands off, because this page lost the focus: the arm holds");
+  if (Date.now() > wheel.heard + 1000 * LATE_S) say("The arm does not answer: it holds");
+  if (wheel.socket.bufferedAmount) return; // the link is behind: what waits there would be old
+  const motion = {}, shares = sticks();
+  for (const label of held) {
+    const [entry, direction] = PADS[label];
+    shares[entry] = (shares[entry] ?? 0) + direction;
+  }
+  for (const [entry, share] of Object.entries(shares)) if (share) motion[entry] = Math.max(-1, Math.min(1, share));
+  const gripper = Math.sign(motion.gripper ?? 0);
+  delete motion.gripper;
+  ask({ ask: "drive", actor: wheel.actor, number: ++wheel.number, seen: wheel.seen, press: wheel.press, motion, gripper });
+  wheel.press = "";
+}
+
+function ask(what) {
+  const id = wheel.next = (wheel.next ?? 0) + 1;
+  wheel.socket.send(JSON.stringify({ id, ...what }));
+  return id;
+}
+
+function hear({ id, answer, error }) {
+  if (error) return letGo(error);
+  if (!answer || wheel.asked.delete(id)) return; // there is no such preview
+  const { driver, holder, text, number, heard, frame, cameras } = answer;
+  if (number > wheel.seen) wheel.heard = Date.now();
+  wheel.seen = Math.max(wheel.seen, number);
+  if (heard && holder !== driver) return letGo(text || "The arm is handed back");
+  if (holder === driver) say(text || (wheel.card.dataset.word === "HUMAN" ? `You drive, as ${driver}` : `You are at the controls, as ${driver}`));
+  if (frame > wheel.frame && !wheel.asked.size) {
+    wheel.frame = frame;
+    for (const camera of cameras) wheel.asked.set(ask({ ask: "preview", camera }), camera);
+  }
+}
+
+function show(id, blob) {
+  const camera = wheel.asked.get(id), views = wheel.card.querySelector(".wheel .views");
+  if (!wheel.asked.delete(id)) return;
+  let img = [...views.children].find((child) => child.dataset.camera === camera);
+  if (!img) views.append(img = make("img", { alt: camera.split(".").at(-1), "data-camera": camera }));
+  if (img.src) URL.revokeObjectURL(img.src);
+  img.src = URL.createObjectURL(blob);
+}
+
+// What ends a takeover here. The page's process tells the actor once the socket closes.
+function letGo(why) {
+  if (!wheel) return;
+  const { socket, card, timer } = wheel, part = card.querySelector(".drive");
+  part.dataset.why = why;
+  part.querySelector(".who").textContent = why;
+  part.querySelector(".wheel").hidden = true;
+  part.querySelector(".begin").hidden = part.querySelector(".begin").disabled = false;
+  clearInterval(timer);
+  held.clear();
+  wheel = null;
+  socket.close();
+}
+
+function press(word) {
+  if (wheel) wheel.press = word;
+}
+
+function say(text) {
+  const who = wheel.card.querySelector(".drive .who");
+  if (who.textContent !== text) who.textContent = text;
+}
+
+function sticks() {
+  const found = {};
+  for (const pad of navigator.getGamepads?.() ?? []) {
+    if (pad?.mapping !== "standard") continue;
+    for (const [entry, axis] of STICKS) if (Math.abs(pad.axes[axis]) > DEAD) found[entry] = -pad.axes[axis];
+    const [open, close] = [pad.buttons[6].value > PULLED, pad.buttons[7].value > PULLED];
+    if (open !== close) found.gripper = close ? 1 : -1;
+    if (pad.buttons[5].pressed) press("hand back");
+  }
+  return found;
+}
+
+function make(name, attributes = {}, text = "") {
+  const made = document.createElement(name);
+  made.textContent = text;
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  return made;
+}
+
+function button(text, pressed, kind = "") {
+  const made = make("button", kind ? { class: kind } : {}, text);
+  made.onclick = pressed;
+  return made;
+}
+
+// -- keys, while this page drives
+function label(event) {
+  const key = ARROWS[event.key] ?? event.key.toLowerCase();
+  return Object.keys(PADS).find((name) => PADS[name][2] === key);
+}
+addEventListener("keydown", (event) => {
+  if (!wheel || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "Escape") return letGo("The arm holds");
+  if (!label(event)) return;
+  held.add(label(event));
+  event.preventDefault();
+});
+addEventListener("keyup", (event) => held.delete(label(event)));
+addEventListener("blur", () => letGo("Hands off, because this page lost the focus: the arm holds"));
+addEventListener("pagehide", () => letGo(""));
+document.addEventListener("visibilitychange", () => document.hidden && letGo("Hands off, because this page was hidden: the arm holds"));
