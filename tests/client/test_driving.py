@@ -2,44 +2,14 @@
 
 import numpy as np
 import pytest
-from serl_client.driving import (
-    AGE_S,
-    BACK,
-    INPUT_S,
-    LEAVE,
-    PAUSED,
-    SILENT_S,
-    TAKE,
-    TELL_S,
-    Drive,
-    DriverUpdate,
-    RemoteDriver,
-    check_drive,
-    check_update,
-)  # fmt: skip
+from serl_client import driving
+from serl_client.driving import BACK, LEAVE, PAUSED, TAKE, Drive, DriverUpdate, RemoteDriver
 from serl_client.errors import MessageError
+
+from tests.shared.actors import Desk
 
 CAMERA = "observation.images.front"
 PUSH, REST = {"x": 1.0}, {}
-
-
-class Desk:
-    """One person at a page: inputs with growing numbers, which have seen all updates so far, or those that one says."""
-
-    def __init__(self, remote, name="page/anna"):
-        self.remote, self.name, self.number, self.seen = remote, name, 0, 0
-
-    def say(self, press="", motion=REST, gripper=0, *, seen=None, number=None):
-        self.number += 1
-        seen = self.seen if seen is None else seen
-        self.remote.hear(Drive("arm", self.name, number or self.number, seen, press, motion, gripper))
-
-    def told(self, observation=None):
-        """What has been sent to them since the last call."""
-        self.remote.show(observation)
-        mine = [update for update in self.remote.updates() if update.driver == self.name]
-        self.seen = max([self.seen, *(update.number for update in mine)])
-        return mine
 
 
 @pytest.fixture
@@ -59,12 +29,12 @@ def anna(remote, clock):
 
 def test_an_input_counts_for_300_ms_after_its_receipt_and_then_the_arm_holds(anna, remote, clock):
     anna.say(motion=PUSH, gripper=1)
-    clock.advance(INPUT_S)
+    clock.advance(driving.INPUT_S)
     assert remote.read() == (PUSH, 1, [])
     clock.advance(0.001)
     assert remote.read() == (REST, 0, [])
     assert remote.holder == "page/anna", "a short silence costs the motion, not the controls"
-    clock.advance(SILENT_S)
+    clock.advance(driving.SILENT_S)
     assert remote.read() == (REST, 0, [])
     assert remote.holder == ""
     assert [(update.holder, "take over again" in update.text) for update in anna.told()] == [("", True)]
@@ -73,7 +43,7 @@ def test_an_input_counts_for_300_ms_after_its_receipt_and_then_the_arm_holds(ann
 
 
 def test_an_input_that_a_link_has_held_up_moves_nothing_and_hands_nothing_back(anna, remote, clock):
-    clock.advance(AGE_S + 0.001)
+    clock.advance(driving.AGE_S + 0.001)
     for press in ("", BACK):
         anna.say(press, PUSH)
         assert remote.read() == (REST, 0, [])
@@ -129,7 +99,7 @@ def test_while_something_hinders_them_nobody_takes_over_and_who_drove_takes_over
 def test_the_newest_images_go_out_small_and_only_once_those_before_were_seen(anna, remote, clock):
     images = []
     for shade in range(4):
-        clock.advance(TELL_S)
+        clock.advance(driving.TELL_S)
         images += [update.arrays for update in anna.told({CAMERA: np.full((480, 640, 3), shade, np.uint8)})]
         if shade == 1:
             anna.say()  # has seen it; what came meanwhile was dropped
@@ -147,7 +117,7 @@ def test_what_waits_is_bounded_and_nobody_is_sent_images_unasked(anna, remote, c
     assert len(list(remote.updates())) <= 32
     anna.say(LEAVE)
     remote.read()
-    clock.advance(TELL_S)
+    clock.advance(driving.TELL_S)
     assert [update.arrays for update in anna.told({CAMERA: np.zeros((4, 4, 3), np.uint8)})] == [{}]
 
 
@@ -162,9 +132,9 @@ GOOD = {"actor": "a", "driver": "d", "number": 1, "seen": 0, "press": "", "motio
     ids=repr,
 )  # fmt: skip
 def test_what_no_person_could_do_is_refused(wrong):
-    check_drive(Drive(**GOOD))
+    driving.check_drive(Drive(**GOOD))
     with pytest.raises(MessageError):
-        check_drive(Drive(**{**GOOD, **wrong}))
+        driving.check_drive(Drive(**{**GOOD, **wrong}))
 
 
 @pytest.mark.parametrize(
@@ -174,4 +144,4 @@ def test_what_no_person_could_do_is_refused(wrong):
 )  # fmt: skip
 def test_what_is_no_preview_is_refused(arrays):
     with pytest.raises(MessageError):
-        check_update(DriverUpdate("d", "", "", 0, 0, arrays))
+        driving.check_update(DriverUpdate("d", "", "", 0, 0, arrays))
