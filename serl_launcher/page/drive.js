@@ -1,5 +1,6 @@
 // Driving an arm, hold to move: keys, pads and a gamepad, over a socket of its own, so that nothing delays an input.
 // The actor decides who drives; whatever ends here, also a closed tab, it takes for hands off, and the arm holds.
+const AWAY = "Hands off, because this page lost the focus: the arm holds";
 const INPUT_MS = 50, LATE_S = 1, DEAD = 0.15, PULLED = 0.6;
 const PADS = { // label: [entry, direction, key]
   "Forward": ["x", 1, "i"], "Back": ["x", -1, "k"], "Left": ["y", 1, "j"], "Right": ["y", -1, "l"],
@@ -7,8 +8,8 @@ const PADS = { // label: [entry, direction, key]
 };
 const ARROWS = { ArrowUp: "i", ArrowDown: "k", ArrowRight: "l", ArrowLeft: "j" };
 const STICKS = [["y", 0], ["x", 1], ["yaw", 2], ["z", 3]]; // of a gamepad's standard mapping: entry, axis
-const held = new Set(); // labels of PADS
-let wheel = null; // {socket, actor, card, number, seen, frame, told, heard, press, timer}: who drives from this page
+const held = new Set(); // labels of PADS that are held now
+let wheel = null; // while this page drives: {socket, actor, card, timer, and what take() begins with}
 
 export function steer(card, actor, role) {
   const part = card.querySelector(".drive") ?? build(card);
@@ -21,9 +22,10 @@ export function steer(card, actor, role) {
 }
 
 function build(card) {
-  const part = make("div", { class: "drive" }), controls = make("div", { class: "wheel" }), row = make("div", { class: "row" });
-  const begin = button("Take over", () => take(card), "begin"), pads = make("div", { class: "pads" });
-  row.append(button("Hand back to the policy", () => press("hand back")), button("Let go: the arm holds", () => letGo("")));
+  const [part, controls, row, pads] = ["drive", "wheel", "row", "pads"].map((kind) => make("div", { class: kind }));
+  const begin = button("Take over", () => take(card), "begin");
+  row.append(button("Hand back to the policy", () => press("hand back")));
+  row.append(button("Let go: the arm holds", () => letGo("The arm holds")));
   for (const [label, [, , key]] of Object.entries(PADS)) {
     const pad = make("button", { class: "pad", "data-pad": label });
     pad.append(label, make("kbd", {}, key));
@@ -45,21 +47,24 @@ function take(card) {
   if (wheel) return;
   const socket = new WebSocket(`ws://${location.host}/socket`), actor = card.dataset.key;
   socket.binaryType = "arraybuffer";
-  wheel = { socket, actor, card, number: 0, seen: 0, frame: 0, told: null, heard: Date.now(), press: "take over", asked: new Map() };
+  const begun = { number: 0, seen: 0, frame: 0, heard: Date.now(), press: "take over", asked: new Map(), next: 0 };
+  wheel = { socket, actor, card, ...begun };
   socket.onopen = () => socket.send(JSON.stringify({ token: sessionStorage.getItem("token") ?? "" }));
   socket.onmessage = ({ data }) => {
     if (wheel?.socket !== socket) return;
-    if (typeof data !== "string") show(new DataView(data).getUint32(0), new Blob([data.slice(4)], { type: "image/jpeg" }));
+    if (typeof data !== "string") show(new DataView(data).getUint32(0), data.slice(4));
     else if ("role" in JSON.parse(data)) wheel.timer = setInterval(send, INPUT_MS);
     else hear(JSON.parse(data));
   };
-  socket.onclose = ({ reason }) => { if (wheel?.socket === socket) letGo(reason || "the page's process is gone: the arm holds"); };
+  socket.onclose = ({ reason }) => {
+    if (wheel?.socket === socket) letGo(reason || "The page's process is gone: the arm holds");
+  };
   say("Taking over");
 }
 
 function send() {
   if (!wheel.card.isConnected) return letGo("");
-  if (document.hidden || !document.hasFocus()) return letGo("Hands off, because this page lost the focus: the arm holds");
+  if (document.hidden || !document.hasFocus()) return letGo(AWAY);
   if (Date.now() > wheel.heard + 1000 * LATE_S) say("The arm does not answer: it holds");
   if (wheel.socket.bufferedAmount) return; // the link is behind: what waits there would be old
   const motion = {}, shares = sticks();
@@ -70,37 +75,39 @@ function send() {
   for (const [entry, share] of Object.entries(shares)) if (share) motion[entry] = Math.max(-1, Math.min(1, share));
   const gripper = Math.sign(motion.gripper ?? 0);
   delete motion.gripper;
-  ask({ ask: "drive", actor: wheel.actor, number: ++wheel.number, seen: wheel.seen, press: wheel.press, motion, gripper });
-  wheel.press = "";
+  const { actor, seen, press: pressed } = wheel; // a press is said until it is heard
+  ask({ ask: "drive", actor, number: ++wheel.number, seen, press: pressed, motion, gripper });
 }
 
 function ask(what) {
-  const id = wheel.next = (wheel.next ?? 0) + 1;
+  const id = ++wheel.next;
   wheel.socket.send(JSON.stringify({ id, ...what }));
   return id;
 }
 
 function hear({ id, answer, error }) {
   if (error) return letGo(error);
-  if (!answer || wheel.asked.delete(id)) return; // there is no such preview
+  if (wheel.asked.delete(id) || !answer) return; // there is no such preview
   const { driver, holder, text, number, heard, frame, cameras } = answer;
-  if (number > wheel.seen) wheel.heard = Date.now();
-  wheel.seen = Math.max(wheel.seen, number);
   if (heard && holder !== driver) return letGo(text || "The arm is handed back");
-  if (holder === driver) say(text || (wheel.card.dataset.word === "HUMAN" ? `You drive, as ${driver}` : `You are at the controls, as ${driver}`));
+  if (number > wheel.seen) {
+    Object.assign(wheel, { seen: number, heard: Date.now() });
+    if (wheel.press === "take over") wheel.press = "";
+    say(text || `${wheel.card.dataset.word === "HUMAN" ? "You drive" : "You are at the controls"}, as ${driver}`);
+  }
   if (frame > wheel.frame && !wheel.asked.size) {
     wheel.frame = frame;
     for (const camera of cameras) wheel.asked.set(ask({ ask: "preview", camera }), camera);
   }
 }
 
-function show(id, blob) {
+function show(id, jpeg) {
   const camera = wheel.asked.get(id), views = wheel.card.querySelector(".wheel .views");
   if (!wheel.asked.delete(id)) return;
   let img = [...views.children].find((child) => child.dataset.camera === camera);
   if (!img) views.append(img = make("img", { alt: camera.split(".").at(-1), "data-camera": camera }));
   if (img.src) URL.revokeObjectURL(img.src);
-  img.src = URL.createObjectURL(blob);
+  img.src = URL.createObjectURL(new Blob([jpeg], { type: "image/jpeg" }));
 }
 
 // What ends a takeover here. The page's process tells the actor once the socket closes.
@@ -164,6 +171,6 @@ addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 addEventListener("keyup", (event) => held.delete(label(event)));
-addEventListener("blur", () => letGo("Hands off, because this page lost the focus: the arm holds"));
-addEventListener("pagehide", () => letGo(""));
-document.addEventListener("visibilitychange", () => document.hidden && letGo("Hands off, because this page was hidden: the arm holds"));
+addEventListener("blur", () => letGo(AWAY));
+addEventListener("pagehide", () => letGo(AWAY));
+document.addEventListener("visibilitychange", () => document.hidden && letGo(AWAY));

@@ -123,7 +123,10 @@ class Drivers:
         if seat is not None:
             seat.images = seat.images | {name: _jpeg(image) for name, image in update.arrays.items()}
             seat.frame = update.number if update.arrays else seat.frame
-            seat.told = {name: getattr(update, name) for name in seat.told}
+            seat.told = {
+                "driver": update.driver, "holder": update.holder, "text": update.text, "number": update.number,
+                "heard": update.heard,
+            }  # fmt: skip
 
 
 def _jpeg(image: Any) -> bytes:

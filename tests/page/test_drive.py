@@ -156,8 +156,8 @@ def test_previews_come_small_to_whoever_drives_and_an_actor_that_nobody_may_driv
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"motion": {"x": 2}}, {"motion": {"x": 1e999}}, {"motion": ["x"]}, {"gripper": 1.0}, {"press": "go"}, {"number": -1},
-     {"number": 1 << 60}, {"actor": "\u202e"}, {"actor": 7}],
+    [{"motion": {"x": 2}}, {"motion": {"x": 1e999}}, {"motion": ["x"]}, {"gripper": 1.0}, {"press": "go"},
+     {"number": -1}, {"number": 1 << 60}, {"actor": "\u202e"}, {"actor": 7}],
     ids=repr,
 )  # fmt: skip
 def test_an_input_that_is_none_ends_its_connection(run, sits, wrong):
