@@ -89,7 +89,7 @@ function hear({ id, answer, error }) {
   if (error) return letGo(error);
   if (wheel.asked.delete(id) || !answer) return; // there is no such preview
   const { driver, holder, text, number, heard, frame, cameras } = answer;
-  if (heard && holder !== driver) return letGo(text || "The arm is handed back");
+  if (heard && holder !== driver) return letGo(holder ? `${holder} drives` : text || "The arm is handed back");
   if (number > wheel.seen) {
     Object.assign(wheel, { seen: number, heard: Date.now() });
     if (wheel.press === "take over") wheel.press = "";

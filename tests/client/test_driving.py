@@ -6,7 +6,7 @@ from serl_client import driving
 from serl_client.driving import BACK, LEAVE, PAUSED, TAKE, Drive, DriverUpdate, RemoteDriver
 from serl_client.errors import MessageError
 
-from tests.shared.actors import Desk
+from tests.shared.actors import STATE, CountingEnv, Desk, FakeClient, run
 
 CAMERA = "observation.images.front"
 PUSH, REST = {"x": 1.0}, {}
@@ -74,7 +74,7 @@ def test_of_two_people_one_drives_and_the_other_is_told_who(anna, remote):
         bert.say(press, PUSH)
     anna.say("", {"y": -1.0})
     assert remote.read() == ({"y": -1.0}, 0, [])
-    assert {(update.holder, update.text) for update in bert.told()} == {("page/anna", "page/anna drives")}
+    assert {(update.holder, update.text) for update in bert.told()} == {("page/anna", "somebody else drives")}
     anna.say(LEAVE)
     bert.say(TAKE)
     assert remote.read() == (REST, 0, [TAKE])
@@ -121,6 +121,15 @@ def test_what_waits_is_bounded_and_nobody_is_sent_images_unasked(anna, remote, c
     assert [update.arrays for update in anna.told({CAMERA: np.zeros((4, 4, 3), np.uint8)})] == [{}]
 
 
+def test_the_control_loop_shows_the_driver_each_observation(spec):
+    client, shown = FakeClient(spec), []
+    client.remote = RemoteDriver()
+    client.remote.show = lambda observation: shown.append(observation and int(observation[STATE][0]))
+    run(CountingEnv(spec, length=3), client, episodes=1)
+    assert [each for each in shown if each is not None] == [0, 1, 2, 3]
+    assert client.reported["remote"] == ""
+
+
 GOOD = {"actor": "a", "driver": "d", "number": 1, "seen": 0, "press": "", "motion": PUSH, "gripper": 0}
 
 
@@ -140,6 +149,7 @@ def test_what_no_person_could_do_is_refused(wrong):
 @pytest.mark.parametrize(
     "arrays",
     [{"a": np.zeros((241, 2, 3), np.uint8)}, {"a": np.zeros((2, 2, 4), np.uint8)}, {"a": np.zeros((2, 2, 3))},
+     {"a": np.zeros((0, 2, 3), np.uint8)},
      {"\x1b": np.zeros((2, 2, 3), np.uint8)}, {str(i): np.zeros((2, 2, 3), np.uint8) for i in range(5)}],
 )  # fmt: skip
 def test_what_is_no_preview_is_refused(arrays):

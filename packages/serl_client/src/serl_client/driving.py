@@ -79,7 +79,8 @@ def check_update(update: DriverUpdate) -> None:
     """Raise MessageError for an update that is no sentence, or whose images are none, too many or too large."""
     check_names("a DriverUpdate", update.driver, update.holder, update.text, *update.arrays, error=MessageError)
     images = update.arrays.values()
-    if len(images) > CAMERAS or not all(_is_image(each) and max(each.shape) <= PREVIEW for each in images):
+    fits = all(_is_image(each) and max(each.shape) <= PREVIEW and each.shape[2] == 3 and each.size for each in images)
+    if len(images) > CAMERAS or not fits:
         raise MessageError(f"a DriverUpdate has at most {CAMERAS} images of at most {PREVIEW} x {PREVIEW} pixels")
 
 
@@ -152,7 +153,7 @@ class RemoteDriver:
             self.holder, self._heard, self._seen, self._shown = drive.driver, 0, 0, 0
             self._told.clear()
         if drive.driver != self.holder:
-            why = hindrance or (f"{self.holder} drives" if self.holder else "nobody is at the controls: take over")
+            why = hindrance or ("somebody else drives" if self.holder else "you do not drive: take over first")
             self._outbox.append(DriverUpdate(drive.driver, self.holder, why, 0, drive.number))
         elif drive.number > self._heard:
             self._heard, self._seen, self._received = drive.number, drive.seen, received
@@ -175,12 +176,13 @@ class RemoteDriver:
 
 
 def _images(observation: Observation) -> dict[str, Array]:
-    found = {name: each for name, each in observation.items() if name.startswith(IMAGES) and each.shape[-1] >= 3}
+    """Return the images in colour of the first CAMERAS cameras."""
+    found = {name: each for name, each in observation.items() if name.startswith(IMAGES) and _is_image(each)}
     return dict(list(found.items())[:CAMERAS])
 
 
 def _is_image(array: Array) -> bool:
-    return array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] == 3
+    return array.dtype == np.uint8 and array.ndim == 3 and array.shape[2] >= 3
 
 
 def _small(image: Array) -> Array:
