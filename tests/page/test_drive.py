@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from serl_client import messages as m
 from serl_client.controller import RandomPolicy
-from serl_client.driving import BACK, TAKE, RemoteDriver
+from serl_client.driving import BACK, LEAVE, TAKE, RemoteDriver
 from serl_client.runner import run_actor
 from websockets.exceptions import ConnectionClosed
 
@@ -165,7 +165,7 @@ def test_an_input_that_is_none_ends_its_connection(run, sits, wrong):
         sits().turn(**wrong)
 
 
-def test_of_many_inputs_thirty_a_second_are_passed_on(run, sits, join):
+def test_of_many_inputs_thirty_a_second_are_passed_on_and_a_closed_tab_lets_go(run, sits, join):
     remote = RemoteDriver()
     join(run, remote=remote)
     anna = sits()
@@ -176,3 +176,5 @@ def test_of_many_inputs_thirty_a_second_are_passed_on(run, sits, join):
     for _ in range(500):
         anna.turn("", PUSH)
     assert len(heard) <= 30 * (2 + time.monotonic() - begin)
+    anna.socket.close()
+    until(lambda: heard[-1].press == LEAVE)
