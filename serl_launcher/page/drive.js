@@ -14,11 +14,12 @@ let wheel = null; // while this page drives: {socket, actor, card, timer, and wh
 export function steer(card, actor, role) {
   const part = card.querySelector(".drive") ?? build(card);
   part.hidden = role !== "operator" || actor.remote === null;
-  const mine = wheel?.card === card, begin = part.querySelector(".begin");
-  begin.hidden = mine;
-  begin.disabled = wheel !== null;
+  const mine = wheel?.actor === actor.name;
+  if (mine) wheel.card = card; // another one, after a while in which the learner did not answer
+  part.querySelector(".begin").hidden = mine;
   part.querySelector(".wheel").hidden = !mine;
-  if (!mine) part.querySelector(".who").textContent = actor.remote ? `${actor.remote} drives` : part.dataset.why ?? "";
+  const other = actor.remote && actor.remote !== part.dataset.me; // what is reported is up to a second old
+  if (!mine) part.querySelector(".who").textContent = other ? `${actor.remote} drives` : part.dataset.why ?? "";
 }
 
 function build(card) {
@@ -44,7 +45,7 @@ function build(card) {
 }
 
 function take(card) {
-  if (wheel) return;
+  letGo("The arm holds");
   const socket = new WebSocket(`ws://${location.host}/socket`), actor = card.dataset.key;
   socket.binaryType = "arraybuffer";
   const begun = { number: 0, seen: 0, frame: 0, heard: Date.now(), press: "take over", asked: new Map(), next: 0 };
@@ -63,7 +64,7 @@ function take(card) {
 }
 
 function send() {
-  if (!wheel.card.isConnected) return letGo("");
+  if (!wheel.card.isConnected) held.clear(); // nobody sees the arm now
   if (document.hidden || !document.hasFocus()) return letGo(AWAY);
   if (Date.now() > wheel.heard + 1000 * LATE_S) say("The arm does not answer: it holds");
   if (wheel.socket.bufferedAmount) return; // the link is behind: what waits there would be old
@@ -92,6 +93,7 @@ function hear({ id, answer, error }) {
   if (heard && holder !== driver) return letGo(holder ? `${holder} drives` : text || "The arm is handed back");
   if (number > wheel.seen) {
     Object.assign(wheel, { seen: number, heard: Date.now() });
+    wheel.card.querySelector(".drive").dataset.me = driver;
     if (wheel.press === "take over") wheel.press = "";
     say(text || `${wheel.card.dataset.word === "HUMAN" ? "You drive" : "You are at the controls"}, as ${driver}`);
   }
@@ -117,7 +119,7 @@ function letGo(why) {
   part.dataset.why = why;
   part.querySelector(".who").textContent = why;
   part.querySelector(".wheel").hidden = true;
-  part.querySelector(".begin").hidden = part.querySelector(".begin").disabled = false;
+  part.querySelector(".begin").hidden = false;
   clearInterval(timer);
   held.clear();
   wheel = null;

@@ -4,6 +4,7 @@ On a thread and a connection of its own, which live while somebody is at the con
 """
 
 import io
+import os
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from serl_client.errors import MessageError, Refused, RetakeError
 
 log = throttled(__name__)
 
-NAME = "page"
+NAME = f"page/{os.getpid()}"  # of this connection alone: the server ends an earlier one of the same name
 TURN_S = 0.01  # seconds between two looks at what browsers have sent
 FAREWELL = 200  # ms for the last messages to leave
 IDLE_S = 0.5  # seconds between two looks whether the page ends

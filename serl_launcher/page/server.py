@@ -37,7 +37,7 @@ log = throttled(__name__)
 CONNECTIONS = 64  # pages that are open at once, with those that have not said their token
 TOKEN_S = 5.0  # seconds that a new connection may take to say its token
 LONGEST = 4096  # bytes of a question
-GUEST = 8  # hexadecimal digits of a connection's random number, which name whoever drives by it
+GUEST = 6  # hexadecimal digits of a connection's random number, which name whoever drives by it
 
 
 class Page:

@@ -40,5 +40,5 @@ class Driving:
         """Pass on what an actor tells a driver. Raises MessageError for what is no update."""
         check_update(update)
         address = self._drivers.get((peer.hello.actor, update.driver))
-        if address in self._peers:
+        if address is not None and address in self._peers:
             self._peers[address].send(update)

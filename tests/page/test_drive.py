@@ -1,6 +1,7 @@
 """Driving from the page: browsers, the page, the server and an actor on the real clock, over real sockets."""
 
 import io
+import os
 import time
 from contextlib import closing
 from threading import Thread
@@ -152,6 +153,8 @@ def test_previews_come_small_to_whoever_drives_and_an_actor_that_nobody_may_driv
     client.report({"driver": "HUMAN", "remote": remote.holder})
     banner = until(lambda: (told := viewer.ask("state"))["banner"]["word"] == "HUMAN" and told["banner"])
     assert banner["text"] == f"{anna.told['driver']} drives, from a page"
+    viewers = {peer.hello.actor for peer in run.server.peers.values() if peer.hello.role == "viewer"}
+    assert viewers == {"page", f"page/{os.getpid()}"}, "whoever looks ends no takeover"
 
 
 @pytest.mark.parametrize(
