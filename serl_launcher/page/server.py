@@ -173,7 +173,7 @@ class Page:
 
     def _check_operator(self, role: str) -> None:
         if role != "operator":
-            raise ConfigError("this link is to look only: an operator's one stands on the learner's screen, too")
+            raise ConfigError("this link is to look only: take an operator's one, from the learner's screen")
 
     async def _read(self, what: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._reader, what)

@@ -252,7 +252,7 @@ def test_an_episode_begins_with_the_policy_and_a_demonstration_at_rest(at_keys):
 @pytest.mark.parametrize(
     ("word", "clock", "match"),
     [
-        ("joypad", "real", "joypad is unknown; use keyboard, gamepad, spacemouse, leader, scripted"),
+        ("joypad", "real", "joypad is unknown; use keyboard, gamepad, spacemouse, leader, page, scripted"),
         ("keyboard", "simulated", "needs task.env.clock=real"),
         ("keyboard", "real", "needs a terminal"),
     ],
