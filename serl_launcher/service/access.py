@@ -36,6 +36,7 @@ log = throttled(__name__)
 RECORDS = 5_000  # of one key (without keys: of one actor) within a second; what is more waits
 SHARE_S = 1 / 3  # of the server's CPU within a second, for one key, if others have said something; what is more waits
 LIMITS: dict[type, int] = {m.Hello: 128, m.Command: 50, m.Status: 100}  # of one key (or connection) within a second
+TURN_S = 0.002  # for newcomers, before what others have said is heard
 BAD_MESSAGES = 16  # after these a connection is ignored
 CAUSES = 5  # after bad messages of so many kinds within a minute, from one address, a key is banned
 BAN_S = 600.0
@@ -169,9 +170,9 @@ class RefusalCount:
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
 
-    def add(self, reason: str, text: str) -> None:
+    def add(self, reason: str, text: str, times: int = 1) -> None:
         """Count a refusal, and log it. reason: one of a few, because each is a kind of its own for the log."""
-        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.counts[reason] = self.counts.get(reason, 0) + times
         log.warning(f"refused, {reason}: %s", text[:500])
 
     @property
@@ -204,6 +205,7 @@ class AccessControl:
         self._second, self._counts = 0.0, dict[tuple[Any, Any], int]()  # what each did since then
         self._spending, self._spent = 0.0, dict[str | bytes, float]()  # seconds of CPU that each has cost since then
         self.context = zmq.Context()
+        self._due = 0.0  # when it is time for newcomers again
         self._zap = self.context.socket(zmq.REP)
         self._zap.bind(ZAP)
         self.socket = bound(self.context, address, prepare=self._prepare, option=option)
@@ -228,10 +230,14 @@ class AccessControl:
         return {"connections": len(self.connections.places), **self.refusals.report}
 
     def turn(self) -> None:
-        """Let in and keep out who has knocked; never waits."""
-        self.connections.turn()
-        while has_come(self._zap):
+        """Let in and keep out who has knocked, a quarter of the time at most; never waits."""
+        if (begin := clock.monotonic()) < self._due:
+            return
+        self.connections.turn(begin + TURN_S)
+        while has_come(self._zap) and clock.monotonic() <= begin + TURN_S:
             self._zap.send_multipart(self._asked(*self._zap.recv_multipart()))
+        end = clock.monotonic()
+        self._due = end + 3 * (end - begin)
 
     def admit(self, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> KeyOwner | None:
         """Whose message it is that began with the frame `identity`; None: it is not looked at.

@@ -129,6 +129,7 @@ class Welcomes:
         if self._keeper.store is None:
             self._keeper.make(spec)
         store = self._keeper.ready
+        self._connections.largest = store.spec.record_bytes
         if not hello.paced and spec.images != store.spec.images and not store.spec.difference(spec.as_in(store.spec)):
             more = ", ".join(sorted(set(spec.images) - set(store.spec.images)))
             raise Refused(

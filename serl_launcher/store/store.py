@@ -38,7 +38,7 @@ from serl_launcher.store.sessions import Sessions
 
 log = throttled(__name__)
 
-GROUP_BYTES = 64 << 20  # a group this large is committed before more is staged
+GROUP_BYTES = 16 << 20  # a group this large is committed before more is staged
 GROUP_OUTCOMES = 10_000  # and so is one with so many outcomes, or records that are lost
 
 

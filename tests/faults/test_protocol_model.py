@@ -85,6 +85,7 @@ def real(spec, make_segment, monkeypatch):
     record = sum(len(part) for part in m.encode_record(0, make_segment("0" * len("000000a0"), 0, 0, 1)))
     for module, name in ((intake, "MAX_UNACKNOWLEDGED"), (connections, "WINDOW")):
         monkeypatch.setattr(module, name, Protocol.window * record)
+    monkeypatch.setattr(connections, "LEAST_WINDOW", 1)
     monkeypatch.setattr(outbox_module, "SLICE_BYTES", 1)
     monkeypatch.setattr(stream_module, "STALL", float("inf"))
     monkeypatch.setattr(os, "fdatasync", lambda _: _fail() if made and made[-1].disk_fails else None)
