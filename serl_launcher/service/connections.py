@@ -38,12 +38,7 @@ ACKED, RECEIVED = slice(120, 128), slice(128, 136)  # tcpi_bytes_acked and tcpi_
 ADMITTED = "Admitted"  # the property of a message that says when its connection was let in
 LIBC = ctypes.CDLL(None)
 MAY_TRIM = hasattr(LIBC, "malloc_trim") and "torch" not in sys.modules  # beside torch it takes 15 ms and more
-EVENTS = (
-    zmq.EVENT_ACCEPTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 def window(actors: int) -> int:
@@ -79,6 +74,7 @@ class Connections:
         self._held: dict[int, _Held] = {}
         self._descriptors: dict[bytes, int] = {}  # of those who have sent something
         self._accepted = 0  # connections since this began
+        self._broken = 0  # how the connection that ends next has broken the protocol in its handshake
         self._events: deque[tuple[int, int]] = deque()  # (event, value) that are not handled yet
         self._cuts: dict[str, str] = {}  # {key, or address: why a connection of that guest was cut}, until it is told
         self.has_lost = False  # a connection has ended since this was made false
@@ -163,19 +159,30 @@ class Connections:
             if (loser := self.places.knock(value, _address(value))) is not None:
                 self._cut(loser, "too many connections", f"{self.places.most} others have not said Hello either")
         elif event == zmq.EVENT_DISCONNECTED:
+            address = self.places.strangers.get(value)  # none, if it had ended before we heard of it
+            self._judge(self._broken, f"a client at {address}" if address else "a client")
+            self._broken = 0
             self.places.leave(value)
             if (held := self._held.pop(value, None)) is not None and held.identity is not None:
                 self._descriptors.pop(held.identity, None)
             self.has_lost = True
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-            self._refuse("wrong server key", "a client knows the learner by another key")
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-            self._refuse("bad handshake", f"a client broke the protocol ({value:#x})")
-        elif self._has_keys:  # a client without a key goes as soon as it sees that one is wanted
-            self._refuse("no key", "a client's handshake was not finished")
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._refuse("bad handshake", "a client has a key, and this learner has none")
-        # else somebody has only looked who is here, as our own actors and tools do, or was cut off: nothing is refused
+        else:
+            self._broken = value  # its end is the next event
+
+    def _judge(self, broken: int, client: str) -> None:
+        """Count a client whose handshake broke the protocol in this way (0: it did not).
+
+        Who leaves within the handshake is refused nothing: it may have looked who is here, as our own actors and tools
+        do. A client without a key may go so, too, as soon as it sees that one is wanted; its next try is told.
+        """
+        if broken == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            self._refuse("wrong server key", f"{client} knows the learner by another key")
+        elif broken == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH and self._has_keys:
+            self._refuse("no key", f"{client} has no key: make one with tools/keys.py, and say key= there")
+        elif broken == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            self._refuse("bad handshake", f"{client} has a key, and this learner has none")
+        elif broken:
+            self._refuse("bad handshake", f"{client} broke the protocol ({broken:#x})")
 
     def _look(self) -> None:
         """Cut the connection that has brought most, where a guest's key or a stranger's address brings too much."""

@@ -18,7 +18,7 @@ PATIENCE = 3.0  # seconds for one look at the address
 SILENCE = 5.0  # seconds without an answer until an actor says why
 WATCH = 1.0  # seconds between two checks whether there is silence
 UNASKED = 3.0  # seconds without a question until nobody waits for an answer any more: each is repeated before
-AGAIN = 10.0  # seconds between two looks, because a learner with keys counts each as a client without one
+AGAIN = 10.0  # seconds between two looks
 # The greeting of every ZeroMQ peer (ZMTP 3.0): this signature and version, the security mechanism, whether the peer is
 # the server, and zeros; GREETING bytes in all.
 OPENING = b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x00"
