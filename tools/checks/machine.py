@@ -173,7 +173,7 @@ def _store_room(run: Run, folder: Path) -> Finding:
 def _outbox_room(run: Run, folder: Path) -> Finding:
     free, wanted = shutil.disk_usage(folder).free, run.config.outbox_gb * 1e9
     room = min(free, wanted)
-    lasts = f", {room / run.rate / 60:.0f} minutes without a learner" if run.rate else ""
+    lasts = f", {lasting(room / run.rate / 60)} without a learner" if run.rate else ""
     text = f"the outbox may take {said(wanted)}, {said(free)} are free on the disk of {folder}{lasts}"
     if room < LEAST_OUTBOX * run.rate or free < BLOCK:
         return Finding("FAIL", text, "make room there, choose another run_dir=..., or a larger outbox_gb=...")
