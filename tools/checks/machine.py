@@ -27,6 +27,7 @@ from serl_launcher.networks import compiler
 from serl_launcher.store import layout
 from serl_launcher.store.layout import Layout
 from serl_launcher.training import metrics
+from serl_launcher.training.forecast import lasting
 from serl_launcher.training.plan_reader import plan_of
 
 from .common import ROOT, Finding, Run, said
