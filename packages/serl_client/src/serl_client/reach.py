@@ -124,7 +124,7 @@ def unwelcome(address: str) -> Look:
 
 def explained(error: RetakeError, address: str, *, has_key: bool, option: str = "port") -> str:
     """Return why a call got no answer: what a look at the address finds, or else the error's text."""
-    if not isinstance(error, Disconnected | Timeout):
+    if not isinstance(error, Disconnected | Timeout) or address.startswith("ipc://"):
         return str(error)
     found = look_at(address, has_key=has_key, option=option)
     return str(error) if found.ok else f"{found.text}: {found.advice}"
