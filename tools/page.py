@@ -17,7 +17,7 @@ from serl_client.errors import ConfigError
 
 from serl_launcher.error_log import in_one_sentence
 from serl_launcher.page.server import Page
-from serl_launcher.service.sockets import SERVER, learners
+from serl_launcher.service.sockets import address_here
 from serl_launcher.sharing import is_shared, keep_private
 
 
@@ -31,9 +31,8 @@ def main() -> None:
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{options.run} is no run's folder: give the run_dir of a learner that was started here")
     keep_private(is_shared(run_dir))
-    here = next((folder for folder, its in learners() if its == run_dir), None)
     os.nice(19)
-    asyncio.run(Page(run_dir, f"ipc://{here / SERVER}" if here else "").run(options.port, signal.SIGTERM))
+    asyncio.run(Page(run_dir, address_here(run_dir)).run(options.port, signal.SIGTERM))
 
 
 if __name__ == "__main__":

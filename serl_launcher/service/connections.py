@@ -44,12 +44,7 @@ LIBC = ctypes.CDLL(None)
 MAY_TRIM = hasattr(LIBC, "malloc_trim") and "torch" not in sys.modules  # beside torch it takes 15 ms and more
 if MAY_TRIM:
     LIBC.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is larger goes back to the system as soon as it is freed
-EVENTS = (
-    zmq.EVENT_ACCEPTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 def window(actors: int) -> int:
@@ -87,7 +82,8 @@ class Connections:
         self._accepted = 0  # connections since this began
         self._gone: dict[int, None] = {}  # descriptors whose connections have ended, which was not handled yet
         self._new: dict[int, int] = {}  # {descriptor: number} of those that were accepted since, and not handled either
-        self._failed = Counter[tuple[int, int]]()  # {(event, value): times} of handshakes, to be told
+        self._broken = 0  # how the connection that ends next has broken the protocol in its handshake
+        self._failed = Counter[tuple[int, str]]()  # {(how, who): times} of handshakes that broke it, to be told
         self._cuts: dict[str, str] = {}  # {key, or address: why a connection of that guest was cut}, until it is told
         self.has_lost = False  # a connection has ended since this was made false
         self._look_due, self._passed = 0.0, 0  # bytes since the memory was given back
@@ -103,7 +99,8 @@ class Connections:
             if clock.monotonic() > end:
                 break
         while self._failed:
-            self._tell_failed(*self._failed.popitem())
+            (broken, client), times = self._failed.popitem()
+            self._judge(broken, client, times)
         if (begin := clock.monotonic()) > self._look_due:
             self._look()
             end = clock.monotonic()
@@ -170,9 +167,14 @@ class Connections:
                 self._accepted += 1
                 self._new[value] = self._accepted
             elif event != zmq.EVENT_DISCONNECTED:
-                self._failed[event, value] += 1
+                self._broken = value  # its end is the next event
+                continue
             elif self._new.pop(value, None) is None:
                 self._gone[value] = None
+            if self._broken:
+                address = self.places.strangers.get(value)  # none, if nobody has looked at it yet
+                self._failed[self._broken, f"a client at {address}" if address else "a client"] += 1
+                self._broken = 0
 
     def _settle(self, descriptor: int) -> None:
         """Handle what has happened to the connection of a descriptor: its end, then the beginning of another."""
@@ -187,17 +189,20 @@ class Connections:
             if (loser := self.places.knock(descriptor, _address(descriptor))) is not None:
                 self._cut(loser, "too many connections", f"{self.places.most} others have not said Hello either")
 
-    def _tell_failed(self, what: tuple[int, int], times: int) -> None:
-        event, value = what
-        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-            self._refuse("wrong server key", "a client knows the learner by another key", times)
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-            self._refuse("bad handshake", f"a client broke the protocol ({value:#x})", times)
-        elif self._has_keys:  # a client without a key goes as soon as it sees that one is wanted
-            self._refuse("no key", "a client's handshake was not finished", times)
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._refuse("bad handshake", "a client has a key, and this learner has none", times)
-        # else somebody has only looked who is here, as our own actors and tools do, or was cut off: nothing is refused
+    def _judge(self, broken: int, client: str, times: int) -> None:
+        """Count a client whose handshake broke the protocol in this way.
+
+        Who leaves within the handshake is refused nothing: it may have looked who is here, as our own actors and tools
+        do. A client without a key may go so, too, as soon as it sees that one is wanted; its next try is told.
+        """
+        if broken == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            self._refuse("wrong server key", f"{client} knows the learner by another key", times)
+        elif broken == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH and self._has_keys:
+            self._refuse("no key", f"{client} has no key: make one with tools/keys.py, and say key= there", times)
+        elif broken == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            self._refuse("bad handshake", f"{client} has a key, and this learner has none", times)
+        else:
+            self._refuse("bad handshake", f"{client} broke the protocol ({broken:#x})", times)
 
     def _look(self) -> None:
         """Cut the connection that has brought most, where a guest's key or a stranger's address brings too much."""
