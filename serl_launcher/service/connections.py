@@ -166,15 +166,18 @@ class Connections:
             if event == zmq.EVENT_ACCEPTED:
                 self._accepted += 1
                 self._new[value] = self._accepted
-            elif event != zmq.EVENT_DISCONNECTED:
-                self._broken = value  # its end is the next event
-                continue
-            elif self._new.pop(value, None) is None:
-                self._gone[value] = None
-            if self._broken:
-                address = self.places.strangers.get(value)  # none, if nobody has looked at it yet
-                self._failed[self._broken, f"a client at {address}" if address else "a client"] += 1
-                self._broken = 0
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._ended(value)
+            else:
+                self._broken = value  # the next connection that ends is the one
+
+    def _ended(self, descriptor: int) -> None:
+        if self._broken:
+            address = self.places.strangers.get(descriptor)  # none, if nobody has looked at it yet
+            self._failed[self._broken, f"a client at {address}" if address else "a client"] += 1
+            self._broken = 0
+        if self._new.pop(descriptor, None) is None:
+            self._gone[descriptor] = None
 
     def _settle(self, descriptor: int) -> None:
         """Handle what has happened to the connection of a descriptor: its end, then the beginning of another."""
