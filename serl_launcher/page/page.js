@@ -132,7 +132,7 @@ async function show() {
   try {
     state = await ask({ ask: "state" });
   } catch (error) {
-    return banner({ word: "IDLE", who: "", text: error.message });
+    return role && banner({ word: "IDLE", who: "", text: error.message }); // else the banner says why it is over
   }
   banner(state.banner);
   at("run").textContent = state.run;

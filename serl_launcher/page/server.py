@@ -98,8 +98,8 @@ class Page:
         )
         async with serve(
             self._serve, sock=self._doorstep, process_request=self._knock, compression=None, max_size=LONGEST,
-            max_queue=4, open_timeout=None, ping_timeout=UNREAD_S, close_timeout=CLOSE_S, server_header=None, logger=SILENT,
-            create_connection=made, **tls,
+            max_queue=4, open_timeout=None, ping_timeout=UNREAD_S, close_timeout=CLOSE_S, server_header=None,
+            logger=SILENT, create_connection=made, **tls,
         ):  # fmt: skip
             watch = asyncio.create_task(self._end_revoked())
             try:
