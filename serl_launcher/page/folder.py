@@ -51,7 +51,7 @@ class RunFolder:
 
     def __init__(self, run_dir: Path, local: str) -> None:
         self.run_dir, self.local = run_dir, local
-        self.refusals: Mapping[str, int] = {}  # what the page's door counts, by reason
+        self.refusals: Mapping[str, int] = {}  # what the page's door counts, by reason, on another thread
         self._link: Connection | None = None
         self._reader = RunReader(run_dir)
         self._facts: tuple[float, Facts] | None = None
@@ -83,7 +83,7 @@ class RunFolder:
         ]
         return {
             "run": self.run_dir.name, "banner": _banner(report, trainer, actors, trouble), "actors": actors,
-            "phase": report["directive"].get("phase", ""), "numbers": _numbers(facts, self.refusals),
+            "phase": report["directive"].get("phase", ""), "numbers": _numbers(facts, dict(self.refusals)),
             "plan": [_step(phase, str(trainer.get("left", ""))) for phase in facts.phases],
             "warnings": [*_warnings(report, actors), *facts.warnings], "alive": not trouble,
             "held": trainer.get("waits_for") == HELD,
