@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from serl_client import clock
-from serl_client.errors import ConfigError, MessageError
+from serl_client.errors import MessageError
 from websockets.asyncio.server import ServerConnection
 from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
@@ -46,19 +46,11 @@ class NotLetIn(MessageError):
         self.reason = reason
 
 
-class LookOnly(ConfigError):
-    """An order by a link, or a key, that is to look only."""
-
-
 class Tokens:
-    """Holds who was given a link: only hashes, so that no comparison tells a part of a token by its time.
+    """Holds who was given a link: only hashes, so that no comparison tells a part of a token by its time."""
 
-    keys: the folder of tools/keys.py, whose keys for the page are good until they are revoked; None: there is none.
-    """
-
-    def __init__(self, keys: Path | None = None) -> None:
+    def __init__(self) -> None:
         self._known: dict[bytes, tuple[str, float]] = {}  # {hash: (role, when it ends)}
-        self._named = AllowList(keys) if keys else None
 
     def make(self, role: str) -> str:
         """Return a new token of this role, good for LIFE_S. Forgets those that are over."""
@@ -67,13 +59,10 @@ class Tokens:
         self._known[_hashed(token)] = role, now + LIFE_S
         return token
 
-    def owner(self, token: str) -> KeyOwner | None:
-        """Return whose token this is, with a role of ROLES; None: there is none such, or not any more."""
+    def role(self, token: str) -> str | None:
+        """Return the role of a token; None: there is none such, or not any more."""
         role, end = self._known.get(_hashed(token), ("", 0.0))
-        if end > clock.monotonic():
-            return KeyOwner(f"the {role}'s link", role)  # no name of a key holds a space
-        owner = self._named.bearer(token, "page") if self._named else None
-        return owner if owner and owner.role in ROLES else None
+        return role if end > clock.monotonic() else None
 
 
 def _hashed(token: str) -> bytes:
@@ -81,12 +70,23 @@ def _hashed(token: str) -> bytes:
 
 
 class Door:
-    """Lets in, or refuses and counts. host, keys, certificate: as certificate.opened takes them, and raises."""
+    """Lets in, or refuses and counts. host, keys, certificate: as certificate.opened takes them, and raises.
 
-    def __init__(self, host: str, keys: Path | None, certificate: Path | None) -> None:
-        self.host, self.tokens, self.refusals = host, Tokens(keys), RefusalCount()
+    The folder of keys is that of tools/keys.py: its keys for the page are good until they are revoked.
+    """
+
+    def __init__(self, tokens: Tokens, host: str, keys: Path | None, certificate: Path | None) -> None:
+        self.host, self.tokens, self.refusals = host, tokens, RefusalCount()
+        self._named = AllowList(keys) if keys else None
         self.certificate = opened(host, keys, certificate)
         self.scheme = "https" if self.certificate else "http"
+
+    def owner(self, token: str) -> KeyOwner | None:
+        """Return whose token or key this is, with a role of ROLES; None: it is not good, or not any more."""
+        if role := self.tokens.role(token):
+            return KeyOwner(f"the {role}'s link", role)  # no name of a key holds a space
+        owner = self._named.bearer(token, "page") if self._named else None
+        return owner if owner and owner.role in ROLES else None
 
     def knock(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer a request for a file, and refuse what comes from elsewhere; None: it may talk.

@@ -1,5 +1,5 @@
 // The operator's page. It asks, and shows what it is answered. What comes from elsewhere becomes text, never markup.
-import { Stream } from "/stream.js";
+import { dial } from "/stream.js";
 
 const at = (id) => document.getElementById(id);
 const LOST_S = 25, FRAME_MS = 100, MANY = 4;
@@ -16,18 +16,13 @@ if (location.hash.length > 1) {
   sessionStorage.setItem("token", location.hash.slice(1));
   history.replaceState(null, "", location.pathname);
 }
-let socket = null, streams = false, role = "", number = 0, state = null, chosen = "", most = 12;
+let socket = null, role = "", number = 0, state = null, chosen = "", most = 12;
 const asked = new Map();
 
 function connect() {
-  const scheme = location.protocol === "https:" ? "wss" : "ws";
-  socket = streams ? new Stream() : new WebSocket(`${scheme}://${location.host}/socket`);
+  socket = dial();
   socket.binaryType = "arraybuffer";
-  streams = !streams; // the next time by the other way, unless this one opens
-  socket.onopen = () => {
-    streams = !streams;
-    socket.send(JSON.stringify({ token: sessionStorage.getItem("token") ?? "" }));
-  };
+  socket.onopen = () => socket.send(JSON.stringify({ token: sessionStorage.getItem("token") ?? "" }));
   socket.onmessage = ({ data }) => {
     if (!role) {
       role = JSON.parse(data).role;

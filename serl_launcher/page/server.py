@@ -53,8 +53,8 @@ class Page:
         host: str = "127.0.0.1", keys: Path | None = None, certificate: Path | None = None,
     ) -> None:  # fmt: skip
         """host, keys, certificate: as certificate.opened takes them, and raises."""
-        self.door = door.Door(host, keys, certificate)
-        self.tokens = self.door.tokens
+        self.tokens = door.Tokens()
+        self.door = door.Door(self.tokens, host, keys, certificate)
         self._run_dir, self._local = run_dir, local
         self._folder = RunFolder(run_dir, local)
         self._folder.refusals = self.door.refusals.counts
@@ -130,7 +130,7 @@ class Page:
         try:
             token = await self._admit(connection)
             async for text in connection:
-                if (owner := self.tokens.owner(token)) is None:
+                if (owner := self.door.owner(token)) is None:
                     raise door.NotLetIn(OVER)
                 await connection.send(await self._answer(_read(text), owner))
         except MessageError as error:
@@ -152,7 +152,7 @@ class Page:
                 token = _text(_read(await connection.recv()), "token")
         except TimeoutError:
             raise door.NotLetIn("no token came") from None
-        if (owner := self.tokens.owner(token)) is None:
+        if (owner := self.door.owner(token)) is None:
             raise door.NotLetIn("this link is not good, or over: take the newest one from the learner's screen")
         if not self._doorstep.welcome(connection.remote_address, owner.name):
             raise door.NotLetIn("too many pages are open: close one", "too many connections")
@@ -164,7 +164,7 @@ class Page:
         """End the pages whose token is over, also of those who ask nothing."""
         while True:
             await asyncio.sleep(REVOKED_S)
-            over = [page for page, token in self._guests.items() if self.tokens.owner(token) is None]
+            over = [page for page, token in self._guests.items() if self.door.owner(token) is None]
             for page in over:  # also of one that reads nothing
                 asyncio.get_running_loop().call_later(CLOSE_S, page.transport.abort)
             ends = (page.close(CloseCode.POLICY_VIOLATION, OVER) for page in over)
@@ -188,8 +188,6 @@ class Page:
         except RetakeError as error:
             if isinstance(error, MessageError):
                 raise
-            if isinstance(error, door.LookOnly):
-                self.door.refusals.add("role", f"{owner.name}: {kind}")
             return json.dumps({"id": number, "error": str(error)})
         except Exception as error:
             log.exception("the page cannot answer %s", kind)
@@ -197,10 +195,8 @@ class Page:
 
     async def _order(self, ask: Mapping[str, Any], owner: KeyOwner) -> str:
         """Carry out an order, and log whose it was. Raises what says why it was not, or may not have been."""
-        role = owner.role
         order, about, actor = (_text(ask, name) for name in ("order", "about", "actor"))
-        if role != "operator":
-            raise door.LookOnly("this link is to look only: an operator's one stands on the learner's screen, too")
+        self._check_operator(owner.role)
         if order in orders.VERDICTS and not actor and not await self._read(lambda: self._folder.has(about)):
             raise ConfigError(f"there is no episode {about[:80]!r} in this run")
         loop = asyncio.get_running_loop()
@@ -212,6 +208,11 @@ class Page:
             raise
         log.info("%s: %s", owner.name, done)
         return done
+
+    def _check_operator(self, role: str) -> None:
+        if role != "operator":
+            self.door.refusals.add("role", "a link, or a key, that is to look only")
+            raise ConfigError("this link is to look only: an operator's one stands on the learner's screen, too")
 
     async def _read(self, what: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._reader, what)

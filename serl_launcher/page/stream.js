@@ -1,5 +1,18 @@
-// Stands in for a websocket, and is used as one: what is said is POSTed, what is told comes as server-sent events.
-export class Stream {
+// The connection to the page's process: a websocket, or what stands in for one, where a browser refuses that of a host
+// whose certificate it was told to trust. Both are used alike.
+let streams = false; // whether the next one stands in
+
+export function dial() {
+  if (streams) return new Stream();
+  const scheme = location.protocol === "https:" ? "wss" : "ws";
+  const socket = new WebSocket(`${scheme}://${location.host}/socket`);
+  socket.addEventListener("open", () => (streams = false));
+  streams = true; // unless this one opens
+  return socket;
+}
+
+// What is said is POSTed, what is told comes as server-sent events.
+class Stream {
   #source = new EventSource("/stream");
   #name = "";
   #over = false;
@@ -25,10 +38,15 @@ export class Stream {
     });
   }
 
+  close() {
+    this.#end(1000, "");
+  }
+
   #end(code, reason) {
     if (this.#over) return;
     this.#over = true;
     this.#source.close();
+    if (!this.#name) streams = false; // it did not open: a websocket may
     this.onclose({ code, reason });
   }
 }

@@ -30,7 +30,7 @@ class Stream:
     """A conversation with a browser, as the page has one by a websocket."""
 
     def __init__(self, connection: ServerConnection) -> None:
-        self.name, self._connection = secrets.token_urlsafe(32), connection
+        self.name, self.id, self._connection = secrets.token_urlsafe(32), connection.id, connection
         self.transport, self.remote_address = connection.transport, connection.remote_address
         self._said: asyncio.Queue[str] = asyncio.Queue(WAITING)
         self.transport.write(b"HTTP/1.1 200 OK\r\n" + BEGIN.serialize())
