@@ -21,6 +21,7 @@ from typing import Any, cast
 from omegaconf import DictConfig
 from serl_client.console import log_as, throttled
 from serl_client.errors import ConfigError, MessageError, RetakeError
+from serl_client.names import MAX_NAME, is_name
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
@@ -230,14 +231,9 @@ def _read(text: str | bytes) -> Mapping[str, Any]:
 
 
 def _text(ask: Mapping[str, Any], name: str) -> str:
-    if not isinstance(value := ask.get(name, ""), str) or not _is_unicode(value):
-        raise MessageError(f"{name} is a text")
+    if not is_name(value := ask.get(name, "")):
+        raise MessageError(f"{name} is a text of at most {MAX_NAME} characters that are shown")
     return value
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether it can be written: JSON may hold one half of a pair of surrogates."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _short(reason: str) -> str:

@@ -44,10 +44,10 @@ def closed(browser):
 def test_without_a_good_token_nothing_is_told(browse, served, token, way):
     code, reason = closed(browse(token=token, way=way))
     assert code == 1008
-    assert reason in (
-        "this link is not good, or over: take the newest one from the learner's screen",
-        "token is a text",
-    )
+    assert reason == (
+        "this link is not good, or over: take the newest one from the learner's screen" if token.isprintable()
+        else "token is a text of at most 200 characters that are shown"
+    )  # fmt: skip
     assert sum(served.page.door.refusals.counts.values()) == 1
 
 
@@ -140,6 +140,7 @@ def test_nothing_from_outside_can_become_markup():
      ('{"id": -1, "ask": "state"}', 1008), ('{"id": 1, "ask": "__class__"}', 1008), ('{"id": 1, "ask": 7}', 1008),
      ('{"id": 1, "ask": "image", "episode": {}}', 1008), (b"\xff\xfe", 1008), ('{"id": "' + "1" * (1 << 20), 1009),
      ('{"id": 1, "ask": "' + "\U0001f600" * 40 + '"}', 1008), ('{"id": 1, "ask": "image", "episode": "\\ud800"}', 1008),
+     ('{"id": 1, "ask": "image", "camera": "\\u0000"}', 1008), ('{"id": 1, "ask": "' + "x" * 201 + '"}', 1008),
      ('{"id": 1e400, "ask": "state"}', 1008), ('{"id": 1, "ask": "\\u0000\\u001b[2J<script>"}', 1008)],
 )  # fmt: skip
 def test_what_is_no_question_ends_its_connection_and_no_other(browse, served, message, code):
@@ -259,7 +260,7 @@ def test_a_stream_tells_what_a_websocket_tells(served, browse, monkeypatch):
     assert browser.welcome() == {"role": "operator", "run": "run"}
     assert browser.ask("state")["run"] == "run"
     assert browser.ask("image") == b"\xff\xd8"
-    assert "there is no order" in browser.ask("order", order="\u202e<b>", about="")
+    assert "there is no order" in browser.ask("order", order="<b>", about="")
     browser.socket.send("[]")
     assert closed(browser) == (1008, "a message is a JSON object")
 
@@ -287,3 +288,14 @@ def test_nobody_speaks_on_a_stream_but_its_page_and_not_without_end(served, brow
     assert (set(answers[:-1]), answers[-1]) == ({200}, 429)
     go_on.set()
     assert json.loads(browser.socket.recv()) == {"id": 1, "answer": True}
+
+
+def test_the_page_ends_though_its_browsers_stay(served):
+    with serving(served.server.run_dir, "") as page:
+        left = Streaming(page)
+        assert left.send(json.dumps({"token": page.page.tokens.make("viewer")})) == 200
+        assert "viewer" in left.recv()
+        others = [unread(page, "state"), *crowd(page, 1)]
+    assert left.events.readline() == b""
+    for each in (left.events, *others):
+        each.close()
