@@ -87,12 +87,12 @@ class Caller(ServerConnection):
         self._refusals, self._second, self._frames = refusals, 0.0, 0
         self._has_spoken = False  # browsers open connections ahead, and may never use them
 
-    async def handshake(self, *arguments: Any) -> None:
+    async def handshake(self, *arguments: Any, **options: Any) -> None:
         """Wait for a request, for REQUEST_S; then it may be answered for as long as that takes."""
         over = [self.request_rcvd, self.connection_lost_waiter]
         await asyncio.wait(over, timeout=REQUEST_S, return_when=asyncio.FIRST_COMPLETED)
         if self.request is not None:
-            await super().handshake(*arguments)
+            await super().handshake(*arguments, **options)
         elif self._has_spoken:
             self.cut("no request", "what came was no request")
         else:

@@ -94,9 +94,8 @@ class Page:
         """Serve within this context. Raises ConfigError for a port in use."""
         self._doorstep = Doorstep(self.door.host, port, self.door.refusals)
         made = cast("type[ServerConnection]", partial(Caller, self.door.refusals))
-        tls = (
-            {"ssl": self.door.certificate.context, "ssl_handshake_timeout": REQUEST_S} if self.door.certificate else {}
-        )
+        certificate = self.door.certificate
+        tls: dict[str, Any] = {"ssl": certificate.context, "ssl_handshake_timeout": REQUEST_S} if certificate else {}
         async with serve(
             self._serve, sock=self._doorstep, process_request=self._knock, compression=None, max_size=LONGEST,
             max_queue=4, open_timeout=None, ping_timeout=UNREAD_S, close_timeout=CLOSE_S, server_header=None,
