@@ -13,6 +13,7 @@ export function dial() {
 
 // What is said is POSTed, what is told comes as server-sent events.
 class Stream {
+  bufferedAmount = 0; // messages that are said, and have not come
   #source = new EventSource("/stream");
   #name = "";
   #over = false;
@@ -32,8 +33,10 @@ class Stream {
 
   send(text) {
     const headers = { "X-Stream": this.#name, "X-Say": encodeURIComponent(text) };
+    this.bufferedAmount += 1;
     this.#said = this.#said.then(async () => {
       const { ok } = await fetch("/say", { method: "POST", headers }).catch(() => ({}));
+      this.bufferedAmount -= 1;
       if (!ok) this.#end(1006, "");
     });
   }
