@@ -10,7 +10,7 @@ import logging
 import shlex
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from serl_client import clock
 from serl_client.chunks import RULES, chunk_policy, deadline_of
 from serl_client.client import TrainerClient
-from serl_client.connection import tcp
+from serl_client.connection import is_local, tcp
 from serl_client.console import LiveDisplay, console, log_as
 from serl_client.controller import RemotePolicy
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.identity import keep_name, machine, named, undelivered
 from serl_client.keys import Key
+from serl_client.lockfile import holder
 from serl_client.reach import Look, Lookout, why_silent
 from serl_client.runner import run_actor
 from serl_client.several import Share, run_several
@@ -44,6 +46,7 @@ from serl_launcher.sharing import keep_private, take_over
 log = logging.getLogger(__name__)
 
 MOST_ENVS = 64
+STARTING = 120.0  # seconds that a learner on this machine may take until it listens, and nobody is warned
 CONFIG = Path(__file__).resolve().parent.parent / "config"
 
 
@@ -132,7 +135,8 @@ def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
             )
             status = ActorStatus()
             keys = operator.legend(getattr(keyboard, "legend", {"keys": LEGEND} if keyboard.has_terminal else {}))
-            lookouts = watched(client, controller, judge, address, has_key=key is not None, local=local)
+            find = partial(find_learner, address, run_dir, has_key=key is not None, began=clock.monotonic())
+            lookouts = watched(client, controller, judge, find, has_key=key is not None, local=local)
             display = LiveDisplay(shown, lambda: rows(status, client, keys, lookouts), lambda: status.driver)
             with ExitStack() as watching:
                 for each in (*lookouts.values(), display):
@@ -158,21 +162,26 @@ def settle(name: str, envs: int, actors: Path) -> None:
         )  # fmt: skip
 
 
+def find_learner(address: str, run_dir: Path, *, has_key: bool, began: float) -> Look:
+    """Look why the learner is silent. One that has this run's folder here, and listens nowhere yet, is starting."""
+    found = why_silent(address, has_key=has_key)
+    is_new = found.is_refused and is_local(address) and clock.monotonic() < began + STARTING
+    return Look(True, "starting, on this machine") if is_new and holder(run_dir) else found
+
+
 def watched(
-    client: TrainerClient, controller: RemotePolicy, judge: ClassifierJudge | None, address: str, *, has_key: bool,
-    local: bool,
+    client: TrainerClient, controller: RemotePolicy, judge: ClassifierJudge | None, find: Callable[[], Look], *,
+    has_key: bool, local: bool,
 ) -> dict[str, Lookout]:  # fmt: skip
-    """What an actor waits for, by its name in the console: the learner, and who gives it actions and verdicts."""
+    """What an actor waits for, by its name in the console: the learner, and who gives it actions and verdicts. find:
+    looks why the learner is silent."""
 
     def find_actions() -> Look:
         if local:
             return Look(False, client.pulling, "look at the learner's screen, whether its trainer runs")
         return why_silent(client.inference, has_key=has_key, option="inference_port")
 
-    learner = Lookout(
-        "the learner", lambda: client.silence, lambda: why_silent(address, has_key=has_key),
-        refusal=lambda: client.refusal,
-    )  # fmt: skip
+    learner = Lookout("the learner", lambda: client.silence, find, refusal=lambda: client.refusal)
     what = "the learner's weights" if local else "the inference process"
     silence = controller.unanswered
     actions = Lookout(what, lambda: silence.seconds if client.connected else None, find_actions)

@@ -1,8 +1,7 @@
-"""Brings the scene back without a person (`reset`): by waypoints, or by two tasks that undo each other."""
+"""Brings the scene back without a person (`reset`): by waypoints, by two tasks that undo each other, or by a policy."""
 
-from serl_client.env import Env
+from serl_client.env import KEPT, OTHER_TASK, POLICY, WAYPOINTS, Env
 from serl_client.errors import ConfigError
-from serl_client.runner import OTHER_TASK, WAYPOINTS
 
 from robot_infra.env import RobotEnv
 from robot_infra.guard.robot import GuardedRobot
@@ -19,6 +18,8 @@ class KeptScene:
     patience: so many episodes without a success, one after another, are a reason to set it up, too; None: none are.
     """
 
+    returns, tries = False, "episodes"
+
     def __init__(self, env: RobotEnv, patience: int | None) -> None:
         self._env, self._patience, self._failures = env, patience, 0
         self._before = 0, 0  # turn and failures, before the latest episode ended
@@ -29,7 +30,7 @@ class KeptScene:
         if not self._is_known:
             return "nobody has said since this start which task the scene is set up for"
         if self._patience is not None and self._failures >= self._patience:
-            return f"{self._failures} episodes one after another had no success"
+            return f"{self._failures} {self.tries} one after another had no success"
         return self._env.trouble
 
     def ended(self, success: bool | None) -> None:
@@ -46,6 +47,27 @@ class KeptScene:
         self._env.turns.now, self._env.keeps_scene, self._failures, self._is_known = 0, False, 0, True
 
 
+class ReturnedScene(KeptScene):
+    """Has the policy bring the scene back after each episode of the first task: it does the second one until that
+    succeeds. patience: of those ways back."""
+
+    tries = "ways back"
+
+    @property
+    def returns(self) -> bool:
+        return self._env.turns.now > 0
+
+    def ended(self, success: bool | None) -> None:
+        is_back, self._env.keeps_scene = self.returns, True
+        self._failures += is_back and not success
+        if is_back and success:
+            self._failures = 0
+        self._env.turns.now = int(not (is_back and success))
+
+    def corrected(self, success: bool | None) -> None:
+        """Whatever a person says of an episode, the scene has to be brought back after it."""
+
+
 def resets_of(env: Env, reset: str, patience: int | None) -> KeptScene | None:
     """Return what brings the scene of this env back, as `reset` of a run says; None: the simulation, or a person.
 
@@ -53,13 +75,15 @@ def resets_of(env: Env, reset: str, patience: int | None) -> KeptScene | None:
     word.
     """
     turns = env.turns.texts if isinstance(env, RobotEnv) else ()
-    if (reset == OTHER_TASK) != (len(turns) > 1):
+    if (reset in (OTHER_TASK, POLICY)) != (len(turns) > 1):
         raise ConfigError(
-            f"reset={reset}: this env has {len(turns) or 'no'} tasks of its own. Say reset={OTHER_TASK} where it has "
-            "two, each the other's start, and nowhere else (docs/robots.md)"
+            f"reset={reset}: this env has {len(turns) or 'no'} tasks of its own. Say reset={OTHER_TASK} or "
+            f"{POLICY} where it has two, each the other's start, and nowhere else (docs/robots.md)"
         )
-    if reset not in (WAYPOINTS, OTHER_TASK):
+    if reset not in KEPT:
         return None
+    if reset == POLICY and patience is None:
+        raise ConfigError(f"reset={POLICY}: say after how many ways back without success to ask: reset_patience=3")
     if patience is not None and patience < 1:
         raise ConfigError(f"reset_patience={patience}: say 1 or more episodes, or null")
     robot = env.robot if isinstance(env, RobotEnv) else None
@@ -68,4 +92,4 @@ def resets_of(env: Env, reset: str, patience: int | None) -> KeptScene | None:
         raise ConfigError(f"reset={reset}: this task has no arm that a guard could drive home")
     if reset == WAYPOINTS and not arm.waypoints:
         raise ConfigError(f"reset={reset}: say through which poses, by task.env.waypoints (docs/robots.md)")
-    return KeptScene(env, patience)
+    return ReturnedScene(env, patience) if reset == POLICY else KeptScene(env, patience)

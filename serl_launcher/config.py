@@ -18,7 +18,6 @@ from hydra.errors import HydraException, InstantiationException, OverrideParseEx
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from serl_client.connection import tcp
 from serl_client.errors import ConfigError
 from serl_client.words import check_choice, nearest
 from yaml import YAMLError
@@ -43,7 +42,6 @@ OTHERS = {  # {a word of other projects' scripts, such as Hi-ORS and HIL-SERL: w
 }
 ALSO = {"log": False, "task.cameras": "auto"}  # what they take besides their default's kind
 INFERENCE_PORT = 5589  # of a learner
-EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # {host that means all addresses of a machine: its loopback}
 DAMAGED = "bring it back from a backup, or delete it, and say again what this run was begun with"
 NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the environment")  # lines that help nobody
 
@@ -102,13 +100,6 @@ def saved(run_dir: Path) -> DictConfig:
     if not isinstance(found, DictConfig):
         raise ConfigError(f"{kept} holds no settings: {DAMAGED}")
     return found
-
-
-def address_of(run_dir: Path | None, ip: str | None, port: int | None) -> str:
-    """Return the address of a learner: as it is said here, else as its run was last started, else the default one."""
-    config = saved(run_dir) if run_dir else OmegaConf.create()
-    host = str(config.get("host", "127.0.0.1"))
-    return tcp(ip or EVERYWHERE.get(host, host), port or config.get("port", 5588))
 
 
 def renamed(tree: Any) -> Any:

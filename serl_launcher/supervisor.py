@@ -76,7 +76,7 @@ class Supervisor:
                 self._start(name)
             while (status := self._look()) is None:
                 time.sleep(0.05)
-            if status == 0:
+            if status == 0 and not self._signals:
                 self._finish_export()
             return status
         finally:
@@ -101,8 +101,7 @@ class Supervisor:
     def _look(self) -> int | None:
         """Start again what has ended and may be; return the exit status if the run is over."""
         if self._signals:
-            self._keep_checkpoint()
-            return 1
+            return self._keep_checkpoint()
         for name, child in list(self._children.items()):
             if (status := child.poll()) is not None and (over := self._ended(name, status)) is not None:
                 return over
@@ -162,9 +161,9 @@ class Supervisor:
             return f"{FAILURES} times within an hour, and nobody killed it"
         return ""
 
-    def _keep_checkpoint(self) -> None:
-        """Let a trainer that has begun keep a checkpoint and end, unless a second signal comes. The ranks of a node
-        beyond the first end with those of the first."""
+    def _keep_checkpoint(self) -> int:
+        """Let a trainer that has begun keep a checkpoint and end, unless a second signal comes; return the exit status:
+        0 if nothing is lost. The ranks of a node beyond the first end with those of the first."""
         asked, names = self._signals, ["trainer", *["server"] * bool(self._local)]
         needed = [self._children.get(name) for name in names]
         if not self._local:
@@ -175,9 +174,10 @@ class Supervisor:
             )
             stop_file(self._local).touch()
         else:
-            return
+            return 0
         while self._signals == asked and all(child is not None and child.poll() is None for child in needed):
             time.sleep(0.05)
+        return int(self._signals != asked or any(child is None or child.poll() for child in needed))
 
     def _finish_export(self) -> None:
         """Let the export process write the last episodes into shards, for a while."""

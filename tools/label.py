@@ -20,9 +20,9 @@ from serl_client.names import cleaned
 from serl_client.person import VERDICTS
 from serl_client.reach import explained
 
-from serl_launcher.config import address_of
 from serl_launcher.error_log import in_one_sentence
 from serl_launcher.page.orders import NAME, label, verdict_on
+from serl_launcher.service.sockets import address_of
 from serl_launcher.sharing import is_shared, keep_private
 from serl_launcher.store.index import Index
 
@@ -46,7 +46,7 @@ def main() -> None:
     if not options.episode:
         print("\n".join(map(cleaned, listed(options.run_dir))))
         return
-    address = address_of(options.run_dir, options.ip, options.port)
+    address = address_of(options.run_dir, options.ip, options.port, options.key)
     try:
         keep_private(is_shared(options.run_dir))
         outcome = verdict_on(options.episode, options.verdict)

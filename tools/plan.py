@@ -75,15 +75,16 @@ def described(phase: Phase) -> Mapping[str, str]:
     into = f" into {actors.into}" if actors.into else ""
     drawn = f" {actors.policy} actions" if actors.policy != TRAINED else ""
     shares = {name: f"{share:.0%}" for update in phase.updates for name, share in update.data.items()}
+    when = f"every {within.every:,} {within.unit} until {' | '.join(within.phase.until)}" if within else ""
     ratio = f"{pace.updates_per_step:g} per env step, within {pace.tolerance:g}" if pace else "free"
     return {
-        "actors": f"{actors.mode}{drawn}{into}",
+        "actors": f"{actors.told}{drawn}{into}",
         "learner": ", ".join(update.name for update in phase.updates),
         "data": ", ".join(f"{share} {name}" for name, share in shares.items()),
         "start": f"when {phase.start_when}" if phase.start_when else "",
         "pace": ratio if phase.updates else "",
         "publish": f"every {phase.publish_every} updates" if phase.publish_every else "",
-        "evaluate": f"every {within.every:,} {within.unit} until {' | '.join(within.phase.until)}" if within else "",
+        "evaluate": when + (f", by {within.phase.actors.by} alone" if within and within.phase.actors.by else ""),
         "until": " | ".join(phase.until),
         "then": ", ".join(f"{action} {source or ''}".strip() for action, source in phase.on_end),
     }

@@ -36,4 +36,5 @@ NOT_RUN = {  # a regular expression of whole commands: why nobody gives them her
     r".*tools/keys\.py unban .*": "needs a key that was banned",
     r".*(run_(learner|actor)\.sh|doctor\.py actor .*) task=my_robot.*": "needs a person who says ready to the arm",
     r"tmux .*": "needs a run that goes on in tmux",
+    r".*runs/judged.*": "needs a second actor; tests/programs/test_run.py gives it one",
 }

@@ -19,8 +19,8 @@ from serl_client.lockfile import holder
 from serl_client.names import cleaned
 from serl_client.reach import explained
 
-from serl_launcher.config import address_of
 from serl_launcher.error_log import in_one_sentence
+from serl_launcher.service.sockets import address_of
 from serl_launcher.training.facts import facts_of
 from serl_launcher.training.report import took
 
@@ -35,11 +35,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, help="its port (5588, or that of --run-dir)")
     parser.add_argument("--key", type=Path, help="your key file, for a learner with keys; any role will do")
     parser.add_argument(
-        "--run-dir", type=Path, help="the run's folder, here: it knows the port, and what became of the run"
+        "--run-dir", type=Path, help="the run's folder, here: no key is needed, and it tells what became of the run"
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    address = address_of(options.run_dir, options.ip, options.port)
+    address = address_of(options.run_dir, options.ip, options.port, options.key)
     try:
         key = Key.read(options.key) if options.key else None
         with Connection(address, m.Hello(m.PROTOCOL, "viewer", known_as(key, "status")), key) as link:

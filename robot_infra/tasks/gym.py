@@ -83,6 +83,8 @@ class GymEnv:
         self._observations = Observations(env_id, self._env.observation_space)
         self._actions = Actions(env_id, self._env.action_space, names=names, neutral=neutral, scale=scale)
         self.action = action = self._actions.feature
+        if self._actions.is_choice:
+            log.info("%s takes %s: %s", env_id, self._env.action_space, self._actions.told)
         size = action.shape[0]
         if hold is not None and len(hold) != size:
             raise ConfigError(f"{env_id} takes actions of {size} entries: give as many numbers to hold")

@@ -80,6 +80,15 @@ class Actions:
             neutral=None if neutral is None else np.array(neutral),
         )  # fmt: skip
 
+    @property
+    def told(self) -> str:
+        """Return how a choice is taken, in words."""
+        size = self.feature.shape[0]
+        if not self._groups:
+            return f"the policy gives {size} numbers from 0 to 1, and each above 1/2 counts as 1"
+        several = f", in groups of {', '.join(map(str, self._groups))}" * (len(self._groups) > 1)
+        return f"the policy gives {size} numbers{several}; the largest{' of each' * bool(several)} is chosen"
+
     def executable(self, action: Array) -> Array:
         """Return the action [A] that is executed where this one is asked for."""
         if self._groups:

@@ -62,6 +62,7 @@ class InferenceServer:
         """
         self.host, self.weights, self.window = host, weights, window
         self._access = AccessControl(address, keys, option="inference_port")
+        self._access.connections.largest = host.spec.record_bytes
         self._failures, self._socket = Failures(self._access), self._access.socket
         self._queue = FairQueue(self._access)
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -49,7 +49,7 @@ class Drivers:
         self._thread: threading.Thread | None = None
         self._wanted, self._is_closing = threading.Event(), False
 
-    def drive(self, guest: str, ask: Mapping[str, Any]) -> Mapping[str, Any]:
+    def drive(self, guest: str, owner: str, ask: Mapping[str, Any]) -> Mapping[str, Any]:
         """Take an input of a browser, and return at once what its actor told last: a DriverUpdate's fields, and the
         names of `cameras` that have a preview, the newest of update `frame`. Raises MessageError for what is no input,
         and Refused where no learner runs."""
@@ -57,7 +57,7 @@ class Drivers:
             raise Refused("no learner runs here: start it, then take over again")
         if wrong := [name for name, kind in FIELDS.items() if type(ask.get(name)) is not kind]:
             raise MessageError(f"{wrong[0]} of an input is missing, or of another type")
-        drive = m.Drive(driver=f"{NAME}/{guest}", **{name: ask[name] for name in FIELDS})
+        drive = m.Drive(driver=f"{NAME}/{owner} {guest}", **{name: ask[name] for name in FIELDS})
         check_drive(drive)
         seat = self._seats.setdefault(guest, _Seat(drive))
         if drive.actor != seat.drive.actor:
@@ -120,7 +120,7 @@ class Drivers:
         link.wait(TURN_S)
 
     def _tell(self, update: m.DriverUpdate) -> None:
-        seat = self._seats.get(update.driver.removeprefix(f"{NAME}/"))
+        seat = self._seats.get(update.driver.rpartition(" ")[2])
         if seat is not None:
             seat.images = seat.images | {name: _jpeg(image) for name, image in update.arrays.items()}
             seat.frame = update.number if update.arrays else seat.frame

@@ -38,6 +38,7 @@ SHARE_S = 1 / 3  # of the server's CPU within a second, for one key, if others h
 LIMITS: dict[type, int] = {  # of one key (or connection) within a second
     m.Hello: 128, m.Command: 50, m.Status: 100, m.Drive: 200, m.DriverUpdate: 200,
 }  # fmt: skip
+TURN_S = 0.002  # for newcomers, before what others have said is heard
 BAD_MESSAGES = 16  # after these a connection is ignored
 CAUSES = 5  # after bad messages of so many kinds within a minute, from one address, a key is banned
 BAN_S = 600.0
@@ -94,28 +95,28 @@ class AllowList:
         owner = self._holders.get(public)
         return owner.name if owner else public
 
-    def api_key(self, name: str) -> str:
-        """Return the text by which a client that speaks no CURVE shows that it was given the key `name`.
+    def api_key(self, name: str, door: str = "api") -> str:
+        """Return the text by which a client that speaks no CURVE shows at a door that it was given the key `name`.
 
         It is a MAC of that key, made with the learner's own secret: nobody else can make it, nothing is stored, it
         opens no other door, and it ends with its key. Raises ConfigError for a name without a key.
         """
         for entry in self.entries():
             if entry["name"] == name and entry["role"] in ROLES:
-                return f"{name}:{self._mac(entry['public'])}"
+                return f"{name}:{self._mac(entry['public'], door)}"
         raise ConfigError(f"nobody is let in as {name}: tools/keys.py list says who is")
 
-    def bearer(self, api_key: str) -> KeyOwner:
+    def bearer(self, api_key: str, door: str = "api") -> KeyOwner:
         """Who was given this `api_key`; its role is `unknown`, `revoked` or `banned` if nothing may be done with it."""
         self._refresh()
         name, mac = api_key.partition(":")[0], api_key.partition(":")[2].encode(errors="replace")
         for public, owner in self._holders.items():
-            if owner.name == name and hmac.compare_digest(self._mac(public).encode(), mac):
+            if owner.name == name and hmac.compare_digest(self._mac(public, door).encode(), mac):
                 return owner
         return KeyOwner("", "unknown")
 
-    def _mac(self, public: str) -> str:
-        return hmac.new(self.secret.encode(), f"api key of {public}".encode(), hashlib.sha256).hexdigest()
+    def _mac(self, public: str, door: str) -> str:
+        return hmac.new(self.secret.encode(), f"{door} key of {public}".encode(), hashlib.sha256).hexdigest()
 
     def ban(self, name: str) -> None:
         """Refuse this key for BAN_S, or until it is lifted; if that cannot be written down, in this process."""
@@ -171,9 +172,9 @@ class RefusalCount:
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
 
-    def add(self, reason: str, text: str) -> None:
+    def add(self, reason: str, text: str, times: int = 1) -> None:
         """Count a refusal, and log it. reason: one of a few, because each is a kind of its own for the log."""
-        self.counts[reason] = self.counts.get(reason, 0) + 1
+        self.counts[reason] = self.counts.get(reason, 0) + times
         log.warning(f"refused, {reason}: %s", text[:500])
 
     @property
@@ -206,6 +207,7 @@ class AccessControl:
         self._second, self._counts = 0.0, dict[tuple[Any, Any], int]()  # what each did since then
         self._spending, self._spent = 0.0, dict[str | bytes, float]()  # seconds of CPU that each has cost since then
         self.context = zmq.Context()
+        self._due = 0.0  # when it is time for newcomers again
         self._zap = self.context.socket(zmq.REP)
         self._zap.bind(ZAP)
         self.socket = bound(self.context, address, prepare=self._prepare, option=option)
@@ -230,10 +232,14 @@ class AccessControl:
         return {"connections": len(self.connections.places), **self.refusals.report}
 
     def turn(self) -> None:
-        """Let in and keep out who has knocked; never waits."""
-        self.connections.turn()
-        while has_come(self._zap):
+        """Let in and keep out who has knocked, a quarter of the time at most; never waits."""
+        if (begin := clock.monotonic()) < self._due:
+            return
+        self.connections.turn(begin + TURN_S)
+        while has_come(self._zap) and clock.monotonic() <= begin + TURN_S:
             self._zap.send_multipart(self._asked(*self._zap.recv_multipart()))
+        end = clock.monotonic()
+        self._due = end + 3 * (end - begin)
 
     def admit(self, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> KeyOwner | None:
         """Whose message it is that began with the frame `identity`; None: it is not looked at.

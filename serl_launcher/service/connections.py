@@ -10,9 +10,11 @@ it is of the connection that has the descriptor now if that one was among them.
 """
 
 import ctypes
+import math
 import socket
+import struct
 import sys
-from collections import defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,35 +23,34 @@ import zmq
 from serl_client import clock, wire
 from serl_client.connection import has_come
 from serl_client.errors import ServerFailed
-from zmq.utils.monitor import parse_monitor_message
 
 from serl_launcher.service.places import Places
 
 CONNECTIONS = 256  # of guests at once, and of strangers
 WINDOW = 16 << 20  # bytes on the way of an actor
-GUEST_BYTES = wire.MAX_MESSAGE + WINDOW  # unread, of a key: its largest message, or the windows of its actors
+LEAST_WINDOW = 128 << 10  # a larger record goes alone
+GUEST_BYTES = 3 * WINDOW  # unread, of a key; more where the run's records are so large that one would not fit
 STRANGER_BYTES = 4 << 20  # unread, of all connections of an address that are no guests: a Hello has at most 1 MiB
 UNHEARD_BYTES = 6 << 20  # sent and not received, for a connection: four parts of weights, a status and a Welcome
 SENT = 8  # times that, for all connections of a key: twelve actors that pull weights at once
 TRIM_BYTES = 64 << 20  # that came and went, after which libc gives back what it keeps of their memory
-LOOK_S = 0.1  # between two looks at what has come
+LOOK_S = 0.02  # between two looks at what has come, at least; and LOOKS times as long as the last one took
+LOOKS = 50
 FRAME_BYTES = 128  # more than a frame has on the wire beside its data; heartbeats are counted by nothing else
 ACKED, RECEIVED = slice(120, 128), slice(128, 136)  # tcpi_bytes_acked and tcpi_bytes_received of struct tcp_info
+EVENT = struct.Struct("=Hi")  # of the monitor: what happened, and its value
 ADMITTED = "Admitted"  # the property of a message that says when its connection was let in
 LIBC = ctypes.CDLL(None)
 MAY_TRIM = hasattr(LIBC, "malloc_trim") and "torch" not in sys.modules  # beside torch it takes 15 ms and more
-EVENTS = (
-    zmq.EVENT_ACCEPTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+if MAY_TRIM:
+    LIBC.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD: what is larger goes back to the system as soon as it is freed
+EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 def window(actors: int) -> int:
     """Return how many bytes the last of so many actors of a key may have on their way, for as long as it is connected:
-    88 of them bring no more together than may be unread (1/1 + 1/2 + ... + 1/88 of WINDOW)."""
-    return WINDOW // max(actors, 1)
+    half as many as the one before it, so that 100 of them bring no more together than may be unread."""
+    return max(WINDOW >> max(actors - 1, 0), LEAST_WINDOW)
 
 
 @dataclass(slots=True)
@@ -69,28 +70,41 @@ class _Held:
 class Connections:
     """The TCP connections of one ROUTER, by their descriptors.
 
-    refuse(reason, text): counts what is refused. has_keys: only whoever has a key finishes the handshake.
+    refuse(reason, text, times): counts what is refused. has_keys: only whoever has a key finishes the handshake.
     """
 
-    def __init__(self, router: zmq.Socket, refuse: Callable[[str, str], None], *, has_keys: bool) -> None:
+    def __init__(self, router: zmq.Socket, refuse: Callable[..., None], *, has_keys: bool) -> None:
         self.monitor = router.get_monitor_socket(EVENTS)
         self.places = Places(CONNECTIONS)
         self._refuse, self._has_keys = refuse, has_keys
         self._held: dict[int, _Held] = {}
         self._descriptors: dict[bytes, int] = {}  # of those who have sent something
         self._accepted = 0  # connections since this began
-        self._events: deque[tuple[int, int]] = deque()  # (event, value) that are not handled yet
+        self._gone: dict[int, None] = {}  # descriptors whose connections have ended, which was not handled yet
+        self._new: dict[int, int] = {}  # {descriptor: number} of those that were accepted since, and not handled either
+        self._broken = 0  # how the connection that ends next has broken the protocol in its handshake
+        self._failed = Counter[tuple[int, str]]()  # {(how, who): times} of handshakes that broke it, to be told
         self._cuts: dict[str, str] = {}  # {key, or address: why a connection of that guest was cut}, until it is told
         self.has_lost = False  # a connection has ended since this was made false
-        self._looked, self._passed = 0.0, 0  # bytes since the memory was given back
+        self._look_due, self._passed = 0.0, 0  # bytes since the memory was given back
         self.queued: Callable[[], Mapping[str, int]] = dict  # {key: bytes} that were taken out of the socket and wait
+        self.largest = 0  # bytes of a record that a guest may have to send alone
 
-    def turn(self) -> None:
-        """Look at who has come and gone, and cut who is too many or brings too much; never waits."""
-        self._listen()
-        if clock.monotonic() > self._looked + LOOK_S:
-            self._looked = clock.monotonic()
+    def turn(self, end: float = math.inf) -> None:
+        """Look at who has come and gone, about until the time `end`, and cut who is too many or brings too much; never
+        waits. Whoever has gone before anybody looked costs next to nothing."""
+        self._receive()
+        for descriptor in [*self._gone, *self._new]:
+            self._settle(descriptor)
+            if clock.monotonic() > end:
+                break
+        while self._failed:
+            (broken, client), times = self._failed.popitem()
+            self._judge(broken, client, times)
+        if (begin := clock.monotonic()) > self._look_due:
             self._look()
+            end = clock.monotonic()
+            self._look_due = end + max(LOOK_S, LOOKS * (end - begin))
             if self._passed > TRIM_BYTES and MAY_TRIM:
                 self._passed = 0
                 LIBC.malloc_trim(0)
@@ -102,7 +116,7 @@ class Connections:
 
     def admitted(self) -> dict[str, bytes]:
         """Return the properties of all messages of a connection that is let in now: its handshake ends after this."""
-        self._listen()
+        self._receive()
         return {ADMITTED: b"%d" % self._accepted}
 
     def heard(self, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> None:
@@ -146,43 +160,60 @@ class Connections:
             self._cut(loser, "too many connections", f"there are {self.places.most} clients already")
         return self._cuts.pop(key or address, "")
 
-    def _listen(self) -> None:
-        self._receive()
-        while self._events:
-            self._happened(*self._events.popleft())
-
     def _receive(self) -> None:
         while has_come(self.monitor):
-            event = parse_monitor_message(self.monitor.recv_multipart())
-            self._events.append((event["event"], event["value"]))
+            event, value = EVENT.unpack(self.monitor.recv_multipart()[0])
+            if event == zmq.EVENT_ACCEPTED:
+                self._accepted += 1
+                self._new[value] = self._accepted
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._ended(value)
+            else:
+                self._broken = value  # the next connection that ends is the one
 
-    def _happened(self, event: int, value: int) -> None:
-        if event == zmq.EVENT_ACCEPTED:
-            self._accepted += 1
-            self._held[value] = _Held(self._accepted)
-            if (loser := self.places.knock(value, _address(value))) is not None:
-                self._cut(loser, "too many connections", f"{self.places.most} others have not said Hello either")
-        elif event == zmq.EVENT_DISCONNECTED:
-            self.places.leave(value)
-            if (held := self._held.pop(value, None)) is not None and held.identity is not None:
+    def _ended(self, descriptor: int) -> None:
+        if self._broken:
+            address = self.places.strangers.get(descriptor)  # none, if nobody has looked at it yet
+            self._failed[self._broken, f"a client at {address}" if address else "a client"] += 1
+            self._broken = 0
+        if self._new.pop(descriptor, None) is None:
+            self._gone[descriptor] = None
+
+    def _settle(self, descriptor: int) -> None:
+        """Handle what has happened to the connection of a descriptor: its end, then the beginning of another."""
+        if descriptor in self._gone:
+            del self._gone[descriptor]
+            self.places.leave(descriptor)
+            if (held := self._held.pop(descriptor, None)) is not None and held.identity is not None:
                 self._descriptors.pop(held.identity, None)
             self.has_lost = True
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-            self._refuse("wrong server key", "a client knows the learner by another key")
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
-            self._refuse("bad handshake", f"a client broke the protocol ({value:#x})")
-        elif self._has_keys:  # a client without a key goes as soon as it sees that one is wanted
-            self._refuse("no key", "a client's handshake was not finished")
-        elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._refuse("bad handshake", "a client has a key, and this learner has none")
-        # else somebody has only looked who is here, as our own actors and tools do, or was cut off: nothing is refused
+        if (number := self._new.pop(descriptor, None)) is not None:
+            self._held[descriptor] = _Held(number)
+            if (loser := self.places.knock(descriptor, _address(descriptor))) is not None:
+                self._cut(loser, "too many connections", f"{self.places.most} others have not said Hello either")
+
+    def _judge(self, broken: int, client: str, times: int) -> None:
+        """Count a client whose handshake broke the protocol in this way.
+
+        Who leaves within the handshake is refused nothing: it may have looked who is here, as our own actors and tools
+        do. A client without a key may go so, too, as soon as it sees that one is wanted; its next try is told.
+        """
+        if broken == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            self._refuse("wrong server key", f"{client} knows the learner by another key", times)
+        elif broken == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH and self._has_keys:
+            self._refuse("no key", f"{client} has no key: make one with tools/keys.py, and say key= there", times)
+        elif broken == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            self._refuse("bad handshake", f"{client} has a key, and this learner has none", times)
+        else:
+            self._refuse("bad handshake", f"{client} broke the protocol ({broken:#x})", times)
 
     def _look(self) -> None:
         """Cut the connection that has brought most, where a guest's key or a stranger's address brings too much."""
         unread: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
+        of_guest = max(GUEST_BYTES, self.largest + wire.MAX_HEADER + WINDOW)
         for descriptor, key in self.places.guests.items():
             account = key if self._has_keys else f"{key} ({descriptor})"
-            unread[account, GUEST_BYTES][descriptor] = self._unread(descriptor)
+            unread[account, of_guest][descriptor] = self._unread(descriptor)
         for descriptor, address in self.places.strangers.items():
             unread[address, STRANGER_BYTES][descriptor] = self._unread(descriptor)
         queued = self.queued()
@@ -223,7 +254,7 @@ class Connections:
         self._passed += TRIM_BYTES if key else STRANGER_BYTES  # perhaps, or more
         with suppress(OSError), _borrowed(descriptor) as accepted:
             self._receive()  # its end is said before the descriptor is another's
-            if (zmq.EVENT_DISCONNECTED, descriptor) not in self._events:
+            if descriptor not in self._gone:
                 accepted.shutdown(socket.SHUT_RDWR)
 
     def _descriptor(self, identity: zmq.Frame) -> int:
@@ -233,6 +264,7 @@ class Connections:
             descriptor, admitted = int(identity.get(zmq.SRCFD)), int(identity.get(ADMITTED))
         except zmq.ZMQError:
             return -1
+        self._settle(descriptor)
         held = self._held.get(descriptor)
         return descriptor if held is not None and held.number <= admitted else -1
 

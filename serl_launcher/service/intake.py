@@ -29,7 +29,7 @@ from serl_launcher.store.store import Store
 log = throttled(__name__)
 
 MAX_UNACKNOWLEDGED = 16 << 20  # bytes of one actor on the wire
-KEYS_WINDOWS = 4  # of that, may wait for their turn of all actors of a key: 30 windows of 16, 8, ... MiB are 64 MiB
+KEYS_WINDOWS = 2  # of that, may wait for their turn of all actors of a key: 16, 8, 4, ... MiB
 GROUP_S = 0.02  # of gathering a group, or as long as the last one took to commit, if that is more
 LEAST_S = 0.002  # of it, before what has come meanwhile is looked at
 FEW = 4  # records of a group, for which it does not gather on: more than an actor brings at a time
@@ -90,9 +90,8 @@ class Intake:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the group is to end now, for somebody who has few records in it: as much time has gone by since the
-        first of them as the last group took to commit, between LEAST_S and GROUP_S."""
-        due = clock.monotonic() - max(LEAST_S, min(self._committing, GROUP_S))
+        """Whether the group is to end now, for somebody who has few records in it, since LEAST_S."""
+        due = clock.monotonic() - LEAST_S
         return any(since < due and count <= FEW for since, count in self._group.values())
 
     @property

@@ -1,7 +1,7 @@
 """Shares the places at a door between guests, who proved who they are, and strangers, who have not done so yet."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -26,13 +26,13 @@ class Places:
     def knock(self, who: Any, address: str) -> Any:
         """Give a stranger a place. Return who loses a place for it, if anybody does."""
         self.strangers[who] = address
-        loser = surplus(self.strangers.items(), self.most)
+        loser = surplus(self.strangers, self.most)
         self.leave(loser)
         return loser
 
     def welcome(self, who: Any, key: str) -> Any:
         """Make a stranger a guest. Return who loses a place for it, if anybody does: itself if it stays a stranger."""
-        loser = surplus(reversed((self.guests | {who: key}).items()), self.most)
+        loser = surplus(dict(reversed((self.guests | {who: key}).items())), self.most)
         if loser != who:
             self.leave(who)
             self.leave(loser)
@@ -44,10 +44,9 @@ class Places:
         self.guests.pop(who, None)
 
 
-def surplus(held: Iterable[tuple[Any, str]], most: int) -> Any:
-    """Return who is one too many of these (who, group): the first one of the group that holds most. None: they fit."""
-    places = list(held)
-    if len(places) <= most:
+def surplus(held: Mapping[Any, str], most: int) -> Any:
+    """Return who is one too many of these {who: group}: the first one of the group that holds most. None: they fit."""
+    if len(held) <= most:
         return None
-    largest = Counter(group for _, group in places).most_common(1)[0][0]
-    return next(who for who, group in places if group == largest)
+    largest = Counter(held.values()).most_common(1)[0][0]
+    return next(who for who, group in held.items() if group == largest)

@@ -18,10 +18,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import zmq
+from omegaconf import OmegaConf
+from serl_client.connection import tcp
 from serl_client.errors import ConfigError
+
+from serl_launcher.config import saved
 
 PREFIX, SERVER = "retake_", "server"  # the folder's name, which mkdtemp completes; the server's socket in it
 RUN_DIR = "run_dir"
+EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # {host that means all addresses of a machine: its loopback}
 PLACE_BYTES = zmq.IPC_PATH_MAX_LEN - len(f"/{PREFIX}12345678/{SERVER}")  # the longest path that a socket leaves
 
 
@@ -62,6 +67,22 @@ def learners() -> Iterator[tuple[Path, Path]]:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 yield folder, Path((folder / RUN_DIR).read_text())
+
+
+def address_here(run_dir: Path) -> str:
+    """Return the address at which our user's learner of this run folder, here, needs no key; empty: none lives."""
+    at = next((folder for folder, its in learners() if its == run_dir.resolve()), None)
+    return f"ipc://{at / SERVER}" if at else ""
+
+
+def address_of(run_dir: Path | None, ip: str | None, port: int | None, key: Path | None) -> str:
+    """Return the address of a learner: as it is said here, else the one on this machine that needs no key, else as its
+    run was last started, else the default one."""
+    if run_dir and not (ip or port or key) and (here := address_here(run_dir)):
+        return here
+    config = saved(run_dir) if run_dir else OmegaConf.create()
+    host = str(config.get("host", "127.0.0.1"))
+    return tcp(ip or EVERYWHERE.get(host, host), port or config.get("port", 5588))
 
 
 def _places() -> list[Path]:

@@ -14,6 +14,7 @@ from serl_client.console import throttled
 from serl_launcher.service.failures import DISK
 from serl_launcher.service.keeper import StoreKeeper
 from serl_launcher.service.peers import Address, Peer
+from serl_launcher.store.directives import EVALUATE
 
 log = throttled(__name__)
 
@@ -82,6 +83,10 @@ class StateUpdates:
             return "its clock is real, and the actions are random"
         if not self._is_for(directive["number"], peer):
             assert self._keeper.store is not None
+            if directive["mode"] != EVALUATE:
+                return "it only evaluates"
+            if directive.get("by"):
+                return f"this evaluation is by {directive['by']:.40} alone"
             dealt = self._keeper.store.directives.dealt[directive["number"]]
             others = f" and {len(dealt) - NAMED} others" if len(dealt) > NAMED else ""
             names = ", ".join(f"{name:.40}" for name in dealt[:NAMED]) or "nobody yet"
@@ -130,7 +135,7 @@ class StateUpdates:
         if directive != number or steps is None:
             return made  # the learner has not said yet how far we may go
         left = max(0, steps - store.phase_steps.get(store.directives[number]["phase"], 0))
-        paced = sum(other.hello.paced for other in self._peers.values())
+        paced = sum(other.hello.paced and self._is_for(number, other) for other in self._peers.values())
         return made + -(-left // max(1, paced))
 
     def forget(self, now: float) -> None:

@@ -1,6 +1,7 @@
 """Takes in a client (Hello, Welcome), and decides which of two clients of one name goes on.
 
-A Hello alone ends nobody, as it may be the late echo of a connection that is dead. The first message after it does.
+Of one outbox the later start goes on: the earlier one is dead. Of two outboxes, which are two robots, the one that is
+at work does. A Hello alone ends nobody: it may be the late echo of a dead connection. The first message after it does.
 """
 
 import logging
@@ -24,6 +25,11 @@ from serl_launcher.store.extras import with_extras
 log = logging.getLogger(__name__)
 
 SECOND = "another client named {} has connected; give each actor its own name"
+TAKEN = (
+    "an actor named {0} works here already, and goes on (heard {1:.0f} s ago); this one has another outbox, and is not "
+    "taken. Two robots with copies of one key, or with one name: say name={2}/second at this one, or make each a key "
+    "of its own (`tools/keys.py make NAME --role actor` on the learner). If both are one robot, end the other one first"
+)
 
 
 class Welcomes:
@@ -129,6 +135,7 @@ class Welcomes:
         if self._keeper.store is None:
             self._keeper.make(spec)
         store = self._keeper.ready
+        self._connections.largest = store.spec.record_bytes
         if not hello.paced and spec.images != store.spec.images and not store.spec.difference(spec.as_in(store.spec)):
             more = ", ".join(sorted(set(spec.images) - set(store.spec.images)))
             raise Refused(
@@ -163,10 +170,15 @@ class Welcomes:
         return [other for other in peers if (other.hello.role, other.hello.actor) == (hello.role, hello.actor)]
 
     def _check_outranked(self, hello: m.Hello) -> None:
-        """Of two living clients with one name, the one whose first Hello came first is refused."""
-        mine = self._position(hello.session)
-        if any(self._position(other.hello.session) > mine for other in self._namesakes(hello)):
-            raise Replaced(SECOND.format(hello.actor))
+        """Raise Refused while another robot of this name is connected, and Replaced if a later start of this one is."""
+        mine, living = self._position(hello.session), self._connections.living
+        for other in self._namesakes(hello):
+            is_own = other.hello.outbox == hello.outbox
+            if is_own and self._position(other.hello.session) > mine:
+                raise Replaced(SECOND.format(hello.actor))
+            if not is_own and other.identity in living:
+                heard = clock.monotonic() - other.seen
+                raise Refused(TAKEN.format(hello.actor, heard, hello.actor.partition("/")[0]))
 
     def replace_earlier(self, peer: Peer, request: Request) -> m.Failed | None:
         """End the earlier clients of this name: `request`, the first after its Hello, shows that this one is no echo.

@@ -51,8 +51,12 @@ class Directives(dict[int, dict[str, Any]]):
         log.info("directive %d is for %s", number, ", ".join(self.dealt[number]) or "nobody yet")
 
     def is_for(self, number: int, actor: str) -> bool:
-        """Return whether this actor follows a directive."""
-        return number not in self.dealt or name_of(actor) in self.dealt[number]
+        """Return whether this actor follows a directive: an evaluation is for those to whom it was dealt, and anything
+        else for all but those of its `without`, which only evaluate."""
+        name = name_of(actor)
+        return (
+            name in self.dealt[number] if number in self.dealt else name not in self.get(number, {}).get("without", ())
+        )
 
     def of(self, segment: Segment, actor: str, newest_weights: int) -> dict[str, Any]:
         """Return the directive of a segment. Raises Refused where the segment's stamp says what cannot be."""
@@ -71,8 +75,9 @@ class Directives(dict[int, dict[str, Any]]):
                 f"version {body['weights']} to act"
             )
         if not self.is_for(stamp.directive, actor):
-            dealt = ", ".join(self.dealt[stamp.directive])
-            raise Refused(f"directive {stamp.directive}, of {id}, evaluates: it is for {dealt}, and {actor} idles")
+            whose = f"evaluates: it is for {', '.join(self.dealt.get(stamp.directive, ()))}"
+            what = whose if mode == EVALUATE else "is for those that do not evaluate alone"
+            raise Refused(f"directive {stamp.directive}, of {id}, {what}, and {actor} idles")
         return body
 
 

@@ -38,7 +38,7 @@ from serl_launcher.store.sessions import Sessions
 
 log = throttled(__name__)
 
-GROUP_BYTES = 64 << 20  # a group this large is committed before more is staged
+GROUP_BYTES = 16 << 20  # a group this large is committed before more is staged
 GROUP_OUTCOMES = 10_000  # and so is one with so many outcomes, or records that are lost
 
 
@@ -353,22 +353,24 @@ class Store:
     def direct(self, body: dict[str, Any], actors: Collection[str] = ()) -> int:
         """Make `body` the directive, durably, and return its number: the same one when nothing changed.
 
-        An evaluation is for these `actors` and for all that have brought steps before.
+        An evaluation is for the actor that it is `by`; else for these `actors` and all that have brought steps before.
         A body of the mode DATASET only names the source of the steps that are stamped with its number.
         """
         if number := self.directives.same(body):
             return number
         number = self.index.add("directives", (json.dumps(body),))
         if body.get("mode") == EVALUATE:
-            self.directives.deal(number, {*actors, *(state.actor for state in self.sessions.values() if state.steps)})
+            known = {*actors, *(state.actor for state in self.sessions.values() if state.steps)}
+            self.directives.deal(number, {body["by"]} if body.get("by") else known)
         self.commit()
         self.directives[number] = body
         return number
 
     def deal(self, actors: Collection[str]) -> None:
-        """Let these actors, durably, follow the newest directive, unless one of them does."""
+        """Let these actors, durably, follow the newest directive, unless one of them does, or it is by one alone."""
         number = self.directives.newest
-        if actors and not any(self.directives.is_for(number, actor) for actor in actors):
+        is_anybodys = number and not self.directives[number].get("by")
+        if is_anybodys and actors and not any(self.directives.is_for(number, actor) for actor in actors):
             self.directives.deal(number, actors)
             self.commit()
 

@@ -259,7 +259,7 @@ def _phases(
     finished = {name: [episode for episode in mine if counts(episode)] for name, mine in by_phase.items()}
     return [
         PhaseFacts(
-            name, phase.actors.mode, DONE if at < place else NOW if at == place else TO_COME, phase.until,
+            name, phase.actors.told, DONE if at < place else NOW if at == place else TO_COME, phase.until,
             sum(episode.steps for episode in by_phase[name]), len(finished[name]), tally(finished[name][-RECENT:]),
         ) for at, (name, phase) in enumerate(planned.items())
     ]  # fmt: skip

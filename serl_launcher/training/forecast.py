@@ -11,6 +11,7 @@ from serl_launcher.training.metrics import read
 from serl_launcher.training.plan import OPERATOR, SEEN, Phase, Plan, Term, parse
 from serl_launcher.training.plan_state import PACED, PlanState, Progress
 
+DAY = 24 * 60  # minutes
 EARLY_S = 10.0  # seconds of a phase in which nothing is said yet: rates are not known
 
 
@@ -40,16 +41,19 @@ def planned(plan: Plan, fps: float, longest: int, rate: float | None) -> dict[st
 def _told(minutes: list[float], updates: float) -> str:
     """updates: of which nobody knows how long they take."""
     robot, person, training = minutes
-    parts = [f"{name} {_minutes(value)}" for name, value in
+    parts = [f"{name} {lasting(value)}" for name, value in
              (("robot", robot), ("person", person), ("training", training)) if value]  # fmt: skip
     parts += [f"training {updates:,.0f} updates"] if 0 < updates < math.inf else []
     longest = "training takes" if training > robot else "the robot takes"
     return ", ".join(parts) + (f"; {longest} longest" if robot and training else "")
 
 
-def _minutes(value: float) -> str:
+def lasting(value: float) -> str:
+    """Return so many minutes in words; inf: nothing but a person ends it."""
     if not math.isfinite(value):
         return "until a person ends it"
+    if value >= 2 * DAY:
+        return f"{value / DAY:,.0f} days"
     return f"{value:,.0f} min" if value >= 1 else f"{60 * value:.0f} s"
 
 
@@ -99,7 +103,7 @@ class Forecast:
         if now < self._since + EARLY_S or not math.isfinite(left):
             return "not known yet"
         setter = "the robots set" if 2 * self._paced > self._looks else "training sets"
-        return f"about {_minutes(left / 60)} at most" + (f", {setter} the pace" if phase.pace else "")
+        return f"about {lasting(left / 60)} at most" + (f", {setter} the pace" if phase.pace else "")
 
     def _left(self, state: PlanState, progress: Progress, text: str, now: float) -> float:
         """Return the seconds until a condition is met; inf for one that has no rate."""

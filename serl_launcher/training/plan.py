@@ -56,6 +56,7 @@ class Actors:
 
     intervene: the operator may take over. policy: `trained`; `random`: each action is drawn uniformly between the
     bounds of the Spec; or `brownian`: it drifts between them. These two do without the learner; not on a real clock.
+    by: the name of the actor that alone evaluates, and does nothing else in this plan; empty: all that are there do.
     """
 
     mode: str
@@ -63,6 +64,12 @@ class Actors:
     explore: bool = False
     intervene: bool = False
     policy: str = TRAINED
+    by: str = ""
+
+    @property
+    def told(self) -> str:
+        """The mode in words, and who alone is meant."""
+        return self.mode + f", by {self.by} alone" * bool(self.by)
 
     @property
     def act(self) -> bool:
@@ -181,6 +188,12 @@ class Plan:
     notes: tuple[str, ...] = ()
     verdict: VerdictRewards = field(default_factory=VerdictRewards)
     repeat: Repeat | None = None
+
+    @property
+    def evaluators(self) -> set[str]:
+        """The names of the actors that do nothing but evaluate."""
+        within = [phase.evaluate.phase for phase in self.phases.values() if phase.evaluate]
+        return {phase.actors.by for phase in (*self.phases.values(), *within)} - {""}
 
     @property
     def outline(self) -> list[str]:

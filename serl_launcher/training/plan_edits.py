@@ -54,7 +54,8 @@ def is_raised(then: Sequence[str], now: Sequence[str], *, truly: bool = False) -
 def _completed(phase: Mapping[str, Any]) -> dict[str, Any]:
     """Return a phase as `plain` gives it, with the defaults of options that it was kept without."""
     updates = [json.loads(json.dumps(asdict(Update(**update)))) for update in phase["updates"]]
-    return {**phase, "actors": asdict(Actors(**phase["actors"])), "updates": updates}
+    within = phase.get("evaluate") and {**phase["evaluate"], "phase": _completed(phase["evaluate"]["phase"])}
+    return {**phase, "actors": asdict(Actors(**phase["actors"])), "updates": updates, "evaluate": within}
 
 
 def plain(phase: Phase | None) -> dict[str, Any]:

@@ -202,11 +202,12 @@ class _Reader:
 
     def evaluation(self, name: str, node: _Node) -> p.Evaluation:
         """Read the evaluation within a phase."""
-        node.keys(required=("until",), optional=tuple(EVERY))
+        node.keys(required=("until",), optional=("by", *EVERY))
         said = [key for key in EVERY if key in node.value]
         if len(said) != 1:
             raise node.error(f"should say how often: either {' or '.join(EVERY)}, as in {{{next(iter(EVERY))}: 1000}}")
-        words = {"actors": {"mode": "evaluate"}, "until": node.value["until"]}
+        by = {"by": node.value["by"]} if "by" in node.value else {}
+        words = {"actors": {"mode": "evaluate", **by}, "until": node.value["until"]}
         phase = self.phase("evaluate", _Node(node.where, words))
         return p.Evaluation(node.at(said[0]).whole(1), EVERY[said[0]], phase.named(f"{name}{p.WITHIN}"))
 
@@ -238,7 +239,7 @@ class _Reader:
         return replace(plan, phases=found, repeat=repeat)
 
     def actors(self, node: _Node) -> p.Actors:
-        node.keys(required=("mode",), optional=("into", "explore", "intervene", "policy"))
+        node.keys(required=("mode",), optional=("into", "explore", "intervene", "policy", "by"))
         mode = node.at("mode").word(MODES, "mode")
         into = node.at("into", p.EVAL if mode == "evaluate" else None)
         if (mode == "evaluate") != (into.value == p.EVAL):
@@ -255,7 +256,10 @@ class _Reader:
         if not is_trained and (mode != "collect" or "explore" in node.value):
             raise policy.error(f"random actions are for mode 'collect', not {mode!r}, and without 'explore'")
         explore = node.at("explore", mode == "collect").flag() and is_trained
-        return p.Actors(mode, into.value, explore, intervene.value, policy.value)
+        by = node.at("by", "")
+        if "by" in node.value and (mode != "evaluate" or not isinstance(by.value, str) or not by.value.isprintable()):
+            raise by.error("is of mode 'evaluate', and names the actor that evaluates alone: its name=")
+        return p.Actors(mode, into.value, explore, intervene.value, policy.value, by.value)
 
     def updates(self, node: _Node) -> tuple[p.Update, ...]:
         updates = []

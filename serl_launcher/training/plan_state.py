@@ -232,7 +232,9 @@ class PlanState:
         if phase is None or self.at.held:
             mode = "stop" if phase is None else "idle"
             return {"phase": phase.name if phase else "", **asdict(Actors(mode)), "episodes": None, "boundary": "now"}
-        return {"phase": phase.name, **asdict(phase.actors), "episodes": phase.episodes, "boundary": "episode"}
+        said = {"phase": phase.name, **asdict(phase.actors), "episodes": phase.episodes, "boundary": "episode"}
+        spared = [] if phase.actors.mode == "evaluate" else sorted(self.plan.evaluators)
+        return {**said, **({"without": spared} if spared else {})}
 
     def did_direct(self, number: int) -> None:
         """Note the directive under which this phase evaluates. From the first one on only such episodes count."""

@@ -72,12 +72,13 @@ def check_fit(
     other = spec.difference(Spec.from_dict(manifest["spec"])) if spec else ""
     now, then, free = _settings(settings, manifest, may_change)
     differs, changed = (difference(_part(now, free, among), _part(then, free, among), ADDED) for among in (False, True))
-    for kind, found in (("robot (its Spec)", other), ("algorithm", differs)):
+    algorithm = "another algorithm" if "algo._target_:" in differs else "other settings of this algorithm"
+    for kind, found in (("another robot (its Spec)", other), (algorithm, differs)):
         if found and (other or manifest["updates"]):
             is_taken = not other and not _of_policies(now, then, free)
             weights = f"another run with its weights, by from={path.parent.parent} run_dir=OTHER"
             raise ConfigError(
-                f"{path} was made with another {kind}. This run's value, then the checkpoint's: {found}. "
+                f"{path} was made with {kind}. This run's value, then the checkpoint's: {found}. "
                 f"Ask for what the checkpoint has, or begin {weights if is_taken else 'anew with another run_dir'}"
             )
     return not differs, changed

@@ -12,6 +12,7 @@ from serl_client import reach
 from serl_client.client import TrainerClient
 from serl_client.connection import tcp
 from serl_client.errors import ConfigError, Refused
+from serl_client.lockfile import lock_folder
 from serl_client.reach import Lookout, look, why_silent
 
 from serl_launcher.config import composed
@@ -40,6 +41,7 @@ def lookout(clock, caplog):
 
 
 def test_a_closed_port_is_said_once_and_so_is_the_return(lookout, clock):
+    assert str(Lookout("the learner", lambda: reach.SILENCE - 1, list)) == "connecting", "nothing is wrong yet"
     watcher, learner, said = lookout(port := free_port())
     watcher.watch()
     watcher.watch()
@@ -148,6 +150,15 @@ def test_an_actor_without_learner_terminal_or_interrupts_says_what_it_waits_for_
     with acting(port := free_port()) as said:
         until(lambda: f"nobody listens at 127.0.0.1:{port}" in said())
     assert "motion keys" not in said()
+
+
+@pytest.mark.slow
+def test_of_a_learner_that_is_starting_on_the_same_machine_nobody_is_warned(acting, tmp_path):
+    """As by ./start.sh: it has the run's folder, and listens some seconds later."""
+    (tmp_path / "run").mkdir()
+    with lock_folder(tmp_path / "run", str), acting(free_port()) as said:
+        until(lambda: "the learner: starting, on this machine" in said())
+        assert "nobody listens" not in said()
 
 
 @pytest.mark.slow

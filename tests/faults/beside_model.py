@@ -48,6 +48,11 @@ class Real:
         self.up, self.down, self.current, self.welcomed = {}, {}, {}, set()  # of each link; its clients
         self.identities, self.sent = {}, []  # of each link; (identity, message) of the server since the last action
 
+    @property
+    def living(self):
+        """The routing ids of the connections whose client has not left them."""
+        return {self.identities[key] for key in self.current.values() if key in self.identities}
+
     # -- names of this history: "a0" is the first life of client 0
     def session(self, name):
         return f"{self.played:06d}{name}"

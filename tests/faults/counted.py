@@ -116,7 +116,7 @@ class Counted:
             return  # some have left the store, and with them the starts of their trials
         starts, wins, returns = zip(*said["trials"], strict=True)
         counted = [len(starts), len(set(starts)), sum(map(bool, wins)), round(sum(returns) / count, 6)]
-        wanted = [count, said["distinct_starts"], round(said["success"] * count), round(said["return_mean"], 6)]
+        wanted = [count, said["distinct_starts"], round((said["success"] or 0) * count), round(said["return_mean"], 6)]
         self._expect(f"{key}: episodes, starts, successes, mean return", wanted, counted)
         path = self.run_dir / f"weights/{sha256}.safetensors"
         if sha256 and (not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != sha256):

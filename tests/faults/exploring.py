@@ -45,10 +45,19 @@ def _broken_client(state: State, who: int, kept: dict[str, int]) -> str:
     if client.state == "lost":
         return "a client found that its learner has lost data"
     if client.state == "told":
-        places = {session.name: i for i, session in enumerate(state.server.sessions)}
-        mine = places[f"{'ab'[who]}{client.life}"]
-        if not any(place > mine and name[0] != "ab"[who] for name, place in places.items()):
-            return "a client was stopped though no other of its name came after it"
+        mine = "ab"[who]
+        if not any(session.name[0] != mine for session in state.server.sessions):
+            return "a client was stopped though no other of its name has come"
+    return ""
+
+
+def _stopped(before: State, after: State) -> str:
+    """Which client that works this step has ended; empty: none."""
+    for peer in before.server.peers:
+        link = after.link(peer.key)
+        is_told = link is not None and any(message[0] == "failed" and message[2] for message in link.down)
+        if peer.speaks and is_told and peer.key not in {other.key for other in after.server.peers}:
+            return f"the client of {peer.session} works, and is ended"
     return ""
 
 
@@ -64,7 +73,7 @@ def explore(protocol: Protocol, depth: int = 999) -> dict[State, tuple[State, Ac
                 if new not in found:
                     found[new] = state, action
                     after.append(new)
-                    if text := broken(new):
+                    if text := broken(new) or _stopped(state, new):
                         raise Violation(f"{text}, after {history(found, new)}")
         layer = after
         if not layer:

@@ -226,8 +226,8 @@ class Protocol:
         if committed is None:
             return told(self.degrade(state), key, ("failed", "ServerFailed", False))
         state = state._replace(server=committed)
-        if self.outranked(state, name):
-            return told(state, key, ("failed", "Replaced", True))
+        if why := self.outranked(state, name, key[0]):
+            return told(state, key, ("failed", why, True))
         for echo in [each for each in state.server.peers if each.session == name and not each.speaks]:
             state = hung_up(state, echo.key)
         peer = Peer(key, name, earlier, earlier)
@@ -236,10 +236,10 @@ class Protocol:
         return told(self.close_drained(state, peer), key, ("welcome", expected))
 
     def take_over(self, state: State, peer: Peer) -> State:
-        """The first message after a Hello: those before it are over. Of two clients of one name, the one whose first
-        Hello came first is told."""
-        if self.outranked(state, peer.session):
-            return told(hung_up(state, peer.key), peer.key, ("failed", "Replaced", True))
+        """The first message after a Hello: those before it are over. Of two lives of one client the later one goes on,
+        and of two clients of one name the one that is connected."""
+        if why := self.outranked(state, peer.session, peer.key[0]):
+            return told(hung_up(state, peer.key), peer.key, ("failed", why, True))
         closed = self.without_earlier(state.server, peer)
         committed = closed if closed == state.server else self.committed(closed)
         if committed is None:
@@ -262,10 +262,15 @@ class Protocol:
                 sessions[i] = session._replace(closed=True)
         return server._replace(sessions=tuple(sessions))
 
-    def outranked(self, state: State, name: str) -> bool:
-        return any(
-            other.speaks and state.position(other.session) > state.position(name) for other in state.server.peers
-        )
+    def outranked(self, state: State, name: str, who: int) -> str:
+        """Why this session of this client is refused; empty: it is not."""
+        for other in state.server.peers:
+            link = state.link(other.key)
+            if other.speaks and other.key[0] == who and state.position(other.session) > state.position(name):
+                return "Replaced"
+            if other.speaks and other.key[0] != who and link is not None and link.attached:
+                return "Refused"
+        return ""
 
     def stage(self, state: State, peer: Peer, name: str, seq: int) -> State:
         if name not in (peer.session, *(session for session, _ in peer.named)):

@@ -183,7 +183,7 @@ def test_a_server_that_does_not_answer_is_said_and_the_page_goes_on(served, brow
     assert browser.ask("state")["alive"]
     arm.close()
     served.server.stop()
-    state = browser.ask("state")
+    state = until(lambda: not (told := browser.ask("state"))["alive"] and told)
     assert state["banner"]["text"].startswith("The learner does not answer: ")
     assert browser.ask("episodes")
 

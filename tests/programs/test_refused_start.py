@@ -113,12 +113,13 @@ def saying(*words):
         (of_another_format, "has the format 1"),
         (checkpoint_of_another_version, "made by another version of this program"),
         (saying("share=nobodies"), "no such group"),
-        (saying("algo.discount=0.5"), r"another algorithm.*discount: 0.5, 0.97.* from=/\S*/run run_dir=OTHER"),
-        (saying("policy.hidden=[8]"), r"another algorithm.*hidden: \[8\].*begin anew with another run_dir"),
+        (saying("algo.discount=0.5"), r"other settings of this .*discount: 0.5, 0.97.* from=/\S*/run run_dir=OTHER"),
+        (saying("algo=qc", "policy=flow"), r"made with another algorithm.*begin anew with another run_dir"),
+        (saying("policy.hidden=[8]"), r"other settings of this .*hidden: \[8\].*begin anew with another run_dir"),
         (saying("from=elsewhere"), r"from=/\S*/elsewhere: /\S*/run has begun without other weights"),
         (saying("plan.phases.baseline.until=[operator]", "plan.phases.demonstrate.until=[operator]"), "was edited"),
     ],
-    ids=["in use", "copy", "port", "store", "checkpoint", "group", "algorithm", "policy", "from", "plan"],
+    ids=["in use", "copy", "port", "store", "checkpoint", "group", "settings", "algorithm", "policy", "from", "plan"],
 )
 def test_a_refused_start_changes_nothing_in_the_folder_that_it_refused(run, monkeypatch, hindrance, why):
     umask = os.umask(0o022)

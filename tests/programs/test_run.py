@@ -181,6 +181,23 @@ def test_killed_in_an_evaluation_within_practice_and_in_its_second_round_the_run
     assert len({result["weights_sha256"] for result in results}) == len(results)
 
 
+@pytest.mark.slow
+def test_an_actor_that_does_nothing_else_evaluates_alone_also_after_a_stop_and_the_report_names_it(programs):
+    within = "+plan.phases.practise.evaluate={every_env_steps: 100, until: ['episodes >= 3'], by: judge}"
+    words = [*WORDS, within, "+plan.phases.evaluate.actors.by=judge"]
+    learner = programs.start("learner", *words)
+    actors = [programs.start("actor", *words, f"name={name}") for name in ("arm", "judge")]
+    programs.until(lambda: programs.facts().practised >= 100)
+    interrupt(programs, learner, signal.SIGINT, left={"actor"})
+    programs.end_well(programs.start("learner", *words), *actors)
+    summary = json.loads((programs.run_dir / "summary.json").read_text())
+    assert {(each["phase"], each["episodes"]) for each in summary["during"]} == {("practise.evaluate", 3)}
+    whose = {"demonstrate": "arm", "practise": "arm", "practise.evaluate": "judge", "evaluate": "judge"}
+    for phase, name in whose.items():
+        assert {row["id"].partition("-")[0] for row in rows(programs, phase)} == {name}, phase
+    assert "evaluate, by judge alone" in (programs.run_dir / "report.html").read_text()
+
+
 def rows(programs, phase):
     """The episodes of a phase that have ended."""
     with oracle.opened(programs.run_dir / "store") as index:
@@ -193,5 +210,5 @@ def interrupt(programs, process, number, *, left):
         os.killpg(process.pid, number)
     else:
         subprocess.run([sys.executable, "tools/plan.py", "stop", programs.run_dir], check=True)
-    assert programs.until(lambda: process.poll()) != 0
+    assert (programs.status(process) == 0) is ("learner=true" in process.args), "a learner has lost nothing"
     programs.until(lambda: set(programs.alive()) == left)

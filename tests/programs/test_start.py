@@ -93,8 +93,9 @@ def test_what_the_console_draws_again_does_not_fill_the_scrollback_of_a_small_pa
         ({"actor": "exit 130\n"}, 130, "Interrupted: both sides are stopped. The same command goes on with the run."),
         ({"learner": "exit 4\n"}, 4, ""),
         ({"actor": "exit 0\n", "learner": "sleep 0.3; echo summary; exit 5\n"}, 5, "summary"),
+        ({"learner": "echo stopped\n"}, 0, "actor is interrupted"),
     ],
-    ids=["an actor fails", "Ctrl-C", "a learner fails", "an actor is done and the learner goes on"],
+    ids=["an actor fails", "Ctrl-C", "a learner fails", "an actor is done and the learner goes on", "it is stopped"],
 )
 def test_in_one_terminal_the_end_of_a_side_is_the_end_of_both(script, sides, status, sentence):
     done = subprocess.run(

@@ -122,7 +122,7 @@ def test_actors_come_the_robot_is_renamed_a_bad_episode_goes_ranks_change_and_lu
     status, said = typed(*tool(programs, "to throw a bad episode away", bad))
     assert status == 0, said
     subprocess.run([sys.executable, *stop_words(programs)], check=True, cwd=ROOT)
-    assert programs.status(learner) != 0
+    assert programs.status(learner) == 0
     first.terminate()
     programs.status(first)
     learner = programs.start("learner", *words, *words_of("another number of GPUs", ""))

@@ -243,16 +243,20 @@ def test_a_choice_is_one_hot_its_largest_entry_is_taken_and_that_is_what_was_exe
 
 
 @pytest.mark.parametrize(
-    ("space", "asked", "executed", "taken"),
+    ("space", "asked", "executed", "taken", "told"),
     [
-        (spaces.MultiDiscrete([2, 3]), [0.2, 0.1, 0, 0.4, 0.9], [1, 0, 0, 0, 1], [0, 2]),
-        (spaces.MultiDiscrete([[2], [2]], start=[[5], [-1]]), [0, 1, 1, 0], [0, 1, 1, 0], [[6], [-1]]),
-        (spaces.MultiBinary(3), [0.6, 0.2, 1], [1, 0, 1], [1, 0, 1]),
-        (spaces.MultiBinary([1, 2]), [0, 0.9], [0, 1], [[0, 1]]),
+        (spaces.MultiDiscrete([2, 3]), [0.2, 0.1, 0, 0.4, 0.9], [1, 0, 0, 0, 1], [0, 2], "in groups of 2, 3;"),
+        (spaces.MultiDiscrete([[2], [2]], start=[[5], [-1]]), [0, 1, 1, 0], [0, 1, 1, 0], [[6], [-1]], "of each"),
+        (spaces.MultiBinary(3), [0.6, 0.2, 1], [1, 0, 1], [1, 0, 1], "takes MultiBinary(3): the policy gives 3"),
+        (spaces.MultiBinary([1, 2]), [0, 0.9], [0, 1], [[0, 1]], "each above 1/2 counts as 1"),
     ],
 )
-def test_choices_are_one_hot_groups_or_flags_for_any_algorithm_of_numbers(space, asked, executed, taken):
-    env = env_of(action=space)
+def test_choices_are_one_hot_groups_or_flags_for_any_algorithm_of_numbers_and_are_told(
+    caplog, space, asked, executed, taken, told
+):
+    with caplog.at_level("INFO"):
+        env = env_of(action=space)
+    assert told in caplog.text
     assert (env.spec.action.low.tolist(), env.spec.action.high.tolist()) == ([0] * len(asked), [1] * len(asked))
     env.reset(0)
     assert env.step(np.array(asked, np.float32)).executed.tolist() == executed

@@ -9,9 +9,10 @@ from serl_client.status import ActorStatus
 
 from robot_infra.resets import KeptScene, resets_of
 from robot_infra.tasks.gym import GymEnv
-from robot_infra.tasks.sim_arm import REACH, SIDE
+from robot_infra.tasks.sim_arm import GOALS, REACH, SIDE
+from robot_infra.tasks.sim_arm import Scene as Scenery
 from robot_infra.turns import TASK, Turns
-from tests.shared.actors import FakeClient, Keys, run
+from tests.shared.actors import CountingEnv, FakeClient, Keys, run
 from tests.shared.robots import build, from_yaml
 
 pytest.importorskip("mujoco")
@@ -29,7 +30,7 @@ def arm(goal, **options):
     return env
 
 
-def practise(env, reset, episodes, *, patience=None, mode="teleop", **options):
+def practise(env, reset, episodes, *, patience=None, mode="teleop", controller=None, **options):
     """Let the script demonstrate; return where the block lay at each start [n, 3], the client, and the status."""
     client, status, starts, begin = FakeClient(env.spec, mode), ActorStatus(), [], env.reset
 
@@ -39,9 +40,8 @@ def practise(env, reset, episodes, *, patience=None, mode="teleop", **options):
         return observation
 
     env.reset = noting
-    run(
-        env, client, episodes=episodes, reset=reset, resets=resets_of(env, reset, patience), status=status, **options
-    )  # fmt: skip
+    resets = resets_of(env, reset, patience)
+    run(env, client, controller, episodes=episodes, reset=reset, resets=resets, status=status, **options)
     return np.array(starts), client, status
 
 
@@ -94,6 +94,57 @@ def test_the_way_home_keeps_the_scene_in_any_space(space):
     assert starts[1, 1] > SIDE - 0.02
 
 
+class Taught:
+    """A policy that does whichever task it is told, as the script does, but for the `fails` first ways back. `at`: the
+    task of each step."""
+
+    version, carry_resets, chunk_start, chunk_delay = 1, 0, True, 0
+
+    def __init__(self, env, fails=0):
+        self.env, self.fails, self.extras, self.at, self.arm = env, fails, {}, [], Scenery(env.guarded)
+
+    def begin(self, episode, directive, task):
+        self.at.append(task)
+        self.fails -= episode.endswith("-back")
+
+    def act(self, observation, *, step, previous_action, reset):
+        turn = self.env.turns.now
+        is_lame = turn and self.fails >= 0
+        return (np.array([0, 0, 1, 0]) if is_lame else GOALS["sides"][turn].intent(self.arm)).astype(np.float32)
+
+
+@pytest.mark.parametrize("mode", ["collect", "evaluate"])
+def test_the_policy_brings_the_scene_back_by_its_other_task_and_nothing_of_that_is_recorded(mode):
+    env = arm("sides")
+    policy = Taught(env)
+    starts, client, status = practise(env, "policy", 3, patience=2, mode=mode, controller=policy)
+    assert policy.at == [LEFT, RIGHT, LEFT, RIGHT, LEFT]
+    assert [episode.task for episode in client.episodes] == [LEFT] * 3
+    assert [outcome.success for outcome in client.outcomes] == [True] * 3
+    assert (np.sign(starts[:, 1]) == [-1, 1, -1, 1, -1]).all()
+    assert (len(env.scenes), status.hand_resets, status.reset_s, status.episodes) == (1, 0, 0, 3)
+    assert status.steps == sum(client.lengths), "which the learner allows by what it has received"
+    assert within_limits(env)
+
+
+def test_a_way_back_that_fails_is_tried_again_until_the_patience_ends():
+    env = arm("sides", max_steps=60)
+    policy = Taught(env, fails=3)
+    _, client, status = practise(env, "policy", 3, patience=2, mode="collect", controller=policy)
+    assert policy.at == [LEFT, RIGHT, RIGHT, LEFT, RIGHT, RIGHT, LEFT], "two fail, and another scene is set up"
+    assert [episode.task for episode in client.episodes] == [LEFT] * 3
+    assert (len(env.scenes), status.hand_resets) == (2, 1)
+
+
+def test_what_a_person_drives_on_the_way_back_is_minutes_of_a_reset(spec):
+    env, scene = CountingEnv(spec, length=10, human=(2, 3, 4)), Scene(needs=9)
+    scene.returns = True
+    scene.ended = lambda success: setattr(scene, "returns", False)
+    status, client = ActorStatus(), FakeClient(spec, intervene=True)
+    run(env, client, episodes=1, reset="policy", resets=scene, status=status)
+    assert (status.reset_s, client.lengths, status.steps) == (pytest.approx(3 / spec.fps), [10], 10)
+
+
 # -- a scene that needs a hand
 
 
@@ -143,6 +194,8 @@ def test_a_verdict_after_the_end_changes_whose_turn_it_is_and_what_has_failed():
 
 class Scene:
     """A Resets whose scene needs a hand once `needs` episodes have ended."""
+
+    returns = False
 
     def __init__(self, needs):
         self.needs, self.heard, self.set_ups = needs, [], 0
@@ -196,6 +249,8 @@ def test_where_nobody_can_be_asked_the_actor_ends_with_the_reason(clock):
     [
         ("auto", lambda: arm("sides"), None, "2 tasks"),
         ("waypoints", lambda: arm("sides"), None, "2 tasks"),
+        ("policy", lambda: arm("pick"), 3, "1 tasks"),
+        ("policy", lambda: arm("sides"), None, "reset_patience=3"),
         ("other_task", lambda: arm("pick"), None, "1 tasks"),
         ("other_task", lambda: GymEnv("Pendulum-v1"), None, "no tasks"),
         ("waypoints", lambda: GymEnv("Pendulum-v1"), None, "no arm"),

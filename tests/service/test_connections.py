@@ -171,3 +171,21 @@ def test_no_connection_is_cut_for_the_one_that_had_its_descriptor_before(door):
         until(lambda: connections._address(descriptor))
         door.connections._cut(descriptor, "too many connections", "")
         assert peer.is_open()
+
+
+def test_of_many_newcomers_few_are_looked_at_at_once_and_who_has_gone_by_then_takes_nobodys_place(door):
+    honest, _ = knock(door)
+    port, watched = int(door.socket.last_endpoint.rpartition(b":")[2]), door.connections
+    flood = [hostile.Peer(port, greeted=False) for _ in range(connections.CONNECTIONS + 10)]
+    for peer in flood:
+        peer.socket.close()
+    until(lambda: watched._receive() or (watched._accepted == len(flood) + 1 and not watched._new))
+    late = [hostile.Peer(port, greeted=False) for _ in range(3)]
+    until(lambda: watched._receive() or len(watched._new) == 3)
+    for count in range(2, 5):
+        watched.turn(end=0.0)
+        assert len(watched.places) == count
+    assert honest.is_open()
+    assert not door.refusals.counts
+    for peer in (honest, *late):
+        peer.socket.close()

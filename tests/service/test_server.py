@@ -294,6 +294,28 @@ def test_the_hello_and_the_farewell_of_a_dead_life_that_come_late_stop_and_close
     assert server.episodes()["e0"]["terminated"]
 
 
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_of_two_robots_with_one_name_or_with_copies_of_one_key_the_one_that_works_goes_on(
+    serve, keys, act, spec, caplog, has_keys
+):
+    server = serve(keys=keys if has_keys else None)
+    key = keys / "left.key" if has_keys else None
+    working = act(server, "left", key=key)
+    working.push(0, make_segment("e0"))
+    working.told(1)
+    said = r"left works here already, and goes on .* say name=left/second at this one, or make each a key"
+    second = RawActor(server.address, spec, "left", session=SECOND, outbox="another PC's", key=key)
+    with second, pytest.raises(Refused, match=said):
+        second.welcome()
+    assert "refused, not taken: an actor named left works here already" in caplog.text
+    working.push(1, make_segment("e0", start=4))
+    working.told(2)
+    working.link.close()
+    until(lambda: not server.server.access.connections.living)
+    with second:
+        second.welcome()
+
+
 # -- who is refused
 
 

@@ -5,7 +5,7 @@ import zmq
 from serl_client import messages as m
 
 from serl_launcher.service import access, fair_queue, intake
-from serl_launcher.service.connections import GUEST_BYTES, SENT, UNHEARD_BYTES, WINDOW, Connections, _Held
+from serl_launcher.service.connections import GUEST_BYTES, LEAST_WINDOW, SENT, UNHEARD_BYTES, WINDOW, Connections, _Held
 from serl_launcher.service.peers import KeyOwner
 from tests.shared.data import make_segment
 
@@ -70,7 +70,8 @@ def test_the_actors_of_a_key_share_what_may_be_on_its_way_so_that_all_windows_fi
         turns.say(100 + client, m.Hello(m.PROTOCOL, "viewer", f"arm/eye {client}"))  # a viewer's is none of them
         turns.welcome(client)
         windows.append(turns.got(client, m.Welcome)[0].max_unacknowledged)
-    assert windows == [WINDOW // number for number in range(1, 89)]
+    assert windows[:8] == [WINDOW >> before for before in range(8)]
+    assert {*windows[8:]} == {LEAST_WINDOW}
     assert sum(windows) < GUEST_BYTES
 
 
@@ -98,6 +99,9 @@ def test_a_key_brings_no_more_by_many_connections_than_by_one(turns, monkeypatch
     watched._look()
     assert not cut
     watched.places.guests |= {9: "arm"}
+    watched._look()
+    assert cut == [9]
+    watched.largest = GUEST_BYTES  # of a robot with so large images
     watched._look()
     assert cut == [9]
     watched.places.guests.clear()

@@ -85,6 +85,34 @@ def test_an_evaluation_is_for_those_who_were_there_and_for_others_only_once_all_
         until(lambda: (desk.hear(), desk.link.notice)[1].directive["mode"] == "evaluate")
 
 
+def test_an_actor_that_only_evaluates_does_nothing_else_and_nobody_else_does_its_evaluations(serving, spec, act):
+    server = serving()
+    arm, judge = act(server, "arm"), act(server, "judge/0", session="b" * 32, outbox="other", paced=True)
+    server.publish(b"weights")
+    server.direct({"phase": "practise", "mode": "collect", "into": "online", "by": "", "without": ["judge"]})
+
+    def told(actor):
+        actor.hear()
+        directive = actor.link.notice.directive
+        return directive["mode"], directive.get("because", "")
+
+    until(lambda: told(judge) == ("idle", "it only evaluates") and told(arm) == ("collect", ""))
+    server.direct({**EVALUATION, "by": "judge"})
+    alone = "this evaluation is by judge alone"
+    until(lambda: told(judge) == ("evaluate", "") and told(arm) == ("idle", alone))
+    stamp = {**OURS, "directive": 3, "ends": "terminated"}
+    judge.push(0, make_segment("j0", **stamp))
+    judge.told(1)
+    judge.push(1, make_segment("j1", directive=2, ends="terminated"))
+    assert "directive 2, of j1, is for those that do not evaluate alone, and judge/0 idles" in judge.refused()
+    judge.link.send(m.Bye())
+    until(lambda: [each[0] for each in server.ask(m.Sync(0, 0)).actors] == ["arm"])
+    server.server.updates.deal()
+    assert told(arm) == ("idle", alone), "it is not dealt anew, also when its actor has left"
+    arm.push(0, make_segment("e0", **stamp))
+    assert "evaluates: it is for judge, and arm idles" in arm.refused()
+
+
 @pytest.mark.parametrize(
     ("body", "able", "because"),
     [

@@ -270,6 +270,8 @@ def test_a_full_disk_and_a_plan_that_is_too_large(tmp_path):
     with real_env() as run.env:
         run.spec = run.env.spec
         assert_says(machine.disk, run, "FAIL", "a larger outbox_gb")
+        run.config.outbox_gb = 1
+        assert_says(machine.disk, run, "ok", " days without a learner")
     assert_says(machine.disk, planned("actor", tmp_path, "outbox_gb=1000000"), "WARN")
 
 

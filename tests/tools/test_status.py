@@ -10,6 +10,7 @@ from serl_client import messages as m
 from serl_client.client import TrainerClient
 from serl_client.connection import Connection
 
+from serl_launcher.service import sockets
 from tests.shared.clients import connected
 from tests.shared.common import PATIENCE, free_port, until
 from tests.shared.tools import called, typed
@@ -72,6 +73,21 @@ def test_a_runs_folder_says_at_which_port_its_learner_is(learner, tmp_path):
     assert (code, "new: no actor has come yet" in said) == (0, True), said
     code, said = called("status", "--run-dir", tmp_path, "--port", free_port())
     assert (code, "nobody listens at 127.0.0.1:" in said) == (1, True), "what is said counts more"
+
+
+def test_beside_a_learner_with_keys_its_run_folder_is_enough_to_see_and_to_label(
+    serve, keys, join, make_segment, monkeypatch
+):
+    learner = serve(keys=keys)
+    join(learner, "left").push(make_segment("e0", ends="terminated"))
+    monkeypatch.setattr(sockets, "address_here", lambda run_dir: learner.local)
+    code, said = until(
+        lambda: (found := called("status", "--run-dir", learner.run_dir)) and ": 4 of" in found[1] and found
+    )
+    assert (code, "actor      left: seen" in said) == (0, True), said
+    assert called("label", "--run-dir", learner.run_dir, "e0", "success") == (0, "e0: success\n")
+    assert learner.episodes()["e0"]["judged_by"] == "operator"
+    assert "lets in only who has a key" in called("status", "--port", learner.port)[1]
 
 
 @pytest.mark.slow

@@ -85,11 +85,11 @@ def test_the_plan_on_the_page_of_commands_is_shown_with_its_rounds_and_the_evalu
     plan = plan_of(composed(folder, ["task=fake", "learner=true", f"run_dir={tmp_path}", "plan=rounds"]))
     names = [f"{name}#{time}" for time in (1, 2, 3) for name in ("practise", "evaluate")]
     assert list(plan.phases) == ["demonstrate", "baseline", *names]
-    within = ["+plan.phases.practise.evaluate={every_env_steps: 1000, until: ['episodes >= 20']}"]
+    within = ["+plan.phases.practise.evaluate={every_env_steps: 1000, until: ['episodes >= 20'], by: judge}"]
     repeat = ["+plan.repeat={phases: [practise, evaluate], times: 3, until: ['success[50] >= 0.95']}"]
     status, said = called("plan", "show", "quickstart", *within, *repeat, "plan.phases.practise.until=[operator]")
     order = [said.index(text) for text in (
-        "2. baseline", "3. practise#1 to #3", "evaluate every 1,000 env_steps until episodes >= 20",
+        "2. baseline", "3. practise#1 to #3", "evaluate every 1,000 env_steps until episodes >= 20, by judge alone",
         "4. evaluate#1 to #3", "repeat   practise, evaluate: 3 times, until success[50] >= 0.95",
     )]  # fmt: skip
     assert (status, order) == (0, sorted(order))

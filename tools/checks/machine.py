@@ -27,6 +27,7 @@ from serl_launcher.networks import compiler
 from serl_launcher.store import layout
 from serl_launcher.store.layout import Layout
 from serl_launcher.training import metrics
+from serl_launcher.training.forecast import lasting
 from serl_launcher.training.plan_reader import plan_of
 
 from .common import ROOT, Finding, Run, said
@@ -173,7 +174,7 @@ def _store_room(run: Run, folder: Path) -> Finding:
 def _outbox_room(run: Run, folder: Path) -> Finding:
     free, wanted = shutil.disk_usage(folder).free, run.config.outbox_gb * 1e9
     room = min(free, wanted)
-    lasts = f", {room / run.rate / 60:.0f} minutes without a learner" if run.rate else ""
+    lasts = f", {lasting(room / run.rate / 60)} without a learner" if run.rate else ""
     text = f"the outbox may take {said(wanted)}, {said(free)} are free on the disk of {folder}{lasts}"
     if room < LEAST_OUTBOX * run.rate or free < BLOCK:
         return Finding("FAIL", text, "make room there, choose another run_dir=..., or a larger outbox_gb=...")

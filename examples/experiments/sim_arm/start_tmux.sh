@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Learner and actor on this machine, in two panes of tmux; in this terminal where there is no tmux or no screen.
-# Ends when the run ends, with the learner's exit status. A side that fails, or that is interrupted, ends the other.
+# Ends when the run ends, with the learner's exit status, or with that of an actor that failed or was interrupted. A side
+# that fails, or that is stopped, ends the other.
 set -uo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 arguments="$(printf '%q ' "$@")"
@@ -11,6 +12,12 @@ alone() {
     130) echo "Interrupted: both sides are stopped. The same command goes on with the run." ;;
     *) echo "The actor has failed: see its last lines above. The learner is stopped. Mend the cause, then start again." ;;
     esac
+}
+
+# Whether "$@" fails within 10 s: an actor ends with its run, and waits where its learner was only stopped.
+ends() {
+    for _ in {1..20}; do "$@" >/dev/null 2>&1 || return 0; sleep 0.5; done
+    return 1
 }
 
 if ! command -v tmux >/dev/null || [ ! -t 0 ] || [ ! -t 1 ]; then
@@ -27,7 +34,7 @@ if ! command -v tmux >/dev/null || [ ! -t 0 ] || [ ! -t 1 ]; then
         exit $status
     fi
     [ "$first" = $actor ] && { wait $learner; exit $?; }
-    [ $status -eq 0 ] && { wait $actor; status=$?; }
+    [ $status -eq 0 ] && ends kill -0 $actor && { wait $actor; status=$?; }
     exit $status
 fi
 
@@ -39,9 +46,13 @@ act() {
      tmux capture-pane -p -S -20 -t \$TMUX_PANE >$ended/actor_screen; tmux send-keys -t $1 C-c; }; sleep 5"
 }
 
-# What the actor's pane has shown, and what it means, if it has ended so.
-tell_actor() {
-    [ -e "$ended/actor" ] && { grep -v '^$' "$ended/actor_screen" | tail -12; alone "$(cat "$ended/actor")"; }
+# End with the learner's status $1; if the actor has failed or was interrupted, with its status, after what its pane has
+# shown, and what it means.
+finish() {
+    [ -e "$ended/actor" ] || exit "$1"
+    grep -v '^$' "$ended/actor_screen" | tail -12
+    alone "$(cat "$ended/actor")"
+    exit "$(cat "$ended/actor")"
 }
 
 if [ -n "${TMUX:-}" ]; then # the learner stays in this pane, and the actor gets one below it
@@ -50,9 +61,8 @@ if [ -n "${TMUX:-}" ]; then # the learner stays in this pane, and the actor gets
     trap 'rm -rf "$ended"' EXIT
     "$here/run_learner.sh" "$@"
     status=$?
-    [ $status -eq 0 ] || tmux kill-pane -t "$actor" 2>/dev/null
-    tell_actor
-    exit $status
+    { [ $status -eq 0 ] && ends tmux display-message -p -t "$actor"; } || tmux kill-pane -t "$actor" 2>/dev/null
+    finish $status
 fi
 
 session="retake-$$"
@@ -74,5 +84,4 @@ if [ ! -e "$ended/status" ]; then
 fi
 wait
 grep -v '^$' "$ended/screen" | tail -12
-tell_actor
-exit "$(cat "$ended/status")"
+finish "$(cat "$ended/status")"

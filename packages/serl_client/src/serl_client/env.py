@@ -7,6 +7,9 @@ from typing import Protocol
 from serl_client.spec import Array, Spec
 
 Observation = dict[str, Array]
+# Who brings the scene back between two episodes; a Resets does in all but the first two.
+AUTO, OPERATOR, WAYPOINTS, OTHER_TASK, POLICY = RESETS = ("auto", "operator", "waypoints", "other_task", "policy")
+KEPT = (WAYPOINTS, OTHER_TASK, POLICY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,13 @@ class Resets(Protocol):
         """Why the scene cannot be a start, so that a person has to set it up; empty: it can. The robot is home."""
         ...
 
+    @property
+    def returns(self) -> bool:
+        """Whether the policy has to bring the scene back, before the next episode: nothing of that is recorded."""
+        ...
+
     def ended(self, success: bool | None) -> None:
-        """Take note that an episode has ended: it decides on the task of the next one."""
+        """Take note that an episode, or a way back, has ended: it decides on the task of the next one."""
 
     def corrected(self, success: bool | None) -> None:
         """Take note that a person has judged the latest episode after its end."""

@@ -25,6 +25,7 @@ class EpisodeState:
     reward: float = 0.0
     intervened: int = 0
     driven: bool = False  # somebody gave the action of a step
+    is_back: bool = False  # the policy brings the scene back by it, and nothing of it is recorded
 
     @property
     def is_unattended(self) -> bool:

@@ -18,7 +18,7 @@ from serl_client.errors import MessageError, VersionMismatch
 from serl_client.names import check_names, cleaned
 from serl_client.spec import Array
 
-PROTOCOL = (17, 17)  # the oldest and the newest version spoken here
+PROTOCOL = (18, 18)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
 WORDS = ("ready", "pause", "resume", "success", "failure", "discard")  # of a Command to an actor
 MAX_EARLIER = 64  # sessions that a Hello names besides its own

@@ -18,7 +18,7 @@ PATIENCE = 3.0  # seconds for one look at the address
 SILENCE = 5.0  # seconds without an answer until an actor says why
 WATCH = 1.0  # seconds between two checks whether there is silence
 UNASKED = 3.0  # seconds without a question until nobody waits for an answer any more: each is repeated before
-AGAIN = 10.0  # seconds between two looks, because a learner with keys counts each as a client without one
+AGAIN = 10.0  # seconds between two looks
 # The greeting of every ZeroMQ peer (ZMTP 3.0): this signature and version, the security mechanism, whether the peer is
 # the server, and zeros; GREETING bytes in all.
 OPENING = b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x00"
@@ -124,7 +124,7 @@ def unwelcome(address: str) -> Look:
 
 def explained(error: RetakeError, address: str, *, has_key: bool, option: str = "port") -> str:
     """Return why a call got no answer: what a look at the address finds, or else the error's text."""
-    if not isinstance(error, Disconnected | Timeout):
+    if not isinstance(error, Disconnected | Timeout) or address.startswith("ipc://"):
         return str(error)
     found = look_at(address, has_key=has_key, option=option)
     return str(error) if found.ok else f"{found.text}: {found.advice}"
@@ -161,7 +161,8 @@ class Lookout:
 
     what: should answer, such as `the learner`. silence: returns for how many seconds it does not; 0.0 while it does;
         None while nobody asks.
-    find: looks for the reason. A thread of its own calls it, because a look may take seconds.
+    find: looks for the reason; ok where it is one that passes by itself, so that nobody is warned. A thread of its own
+        calls it, because a look may take seconds.
     refusal: returns why it refuses this client, which the client has told already.
     """
 
@@ -170,7 +171,7 @@ class Lookout:
         refusal: Callable[[], str] = lambda: "",
     ) -> None:  # fmt: skip
         self._what, self._silence, self._find, self._refusal = what, silence, find, refusal
-        self._was_there = False
+        self._was_there = self._is_coming = False
         self.told, self._looked = "", 0.0  # told: the reason; empty while there is none
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
@@ -186,6 +187,8 @@ class Lookout:
         """Return for the console: connected, or since when not, and why."""
         if not (silence := self._silence()):
             return "connected"
+        if self._is_coming or (silence < SILENCE and not (self._was_there or self.told)):
+            return self.told or "connecting"
         heard = f"last heard {silence:.0f} s ago" if self._was_there else "never heard"
         return f"AWAY, {heard}" + f": {self.told}" * bool(self.told)
 
@@ -201,7 +204,7 @@ class Lookout:
         if not silence:
             if self.told:
                 log.info("%s answers%s", self._what, " again" * self._was_there)
-            self._was_there, self.told, self._looked = True, "", 0.0
+            self._was_there, self._is_coming, self.told, self._looked = True, False, "", 0.0
             return
         if refusal := self._refusal():
             self.told = refusal
@@ -213,7 +216,10 @@ class Lookout:
         found = self._find()
         if found.text == self.told or not self._silence() or self._ended.is_set():
             return
-        self.told = found.text
+        self.told, self._is_coming = found.text, found.ok
+        if found.ok:
+            log.info("%s: %s", self._what, found.text)
+            return
         log.warning(
             "%s: %s (%s). This actor waits, keeps what it has, and goes on by itself; Ctrl-C ends it",
             f"{self._what} answers no more" if self._was_there else f"nothing is heard of {self._what}",

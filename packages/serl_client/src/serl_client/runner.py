@@ -8,7 +8,7 @@ from typing import Any
 import serl_client.clock as clock
 from serl_client.client import TrainerClient
 from serl_client.controller import Controller, by_chance
-from serl_client.env import Env, Resets
+from serl_client.env import KEPT, OPERATOR, RESETS, Env, Resets
 from serl_client.episode import Stamp
 from serl_client.episode_state import EpisodeState
 from serl_client.errors import ConfigError, RetakeError, RobotFault, TrainerError
@@ -16,11 +16,12 @@ from serl_client.faults import Faults, as_fault
 from serl_client.frames import Frames
 from serl_client.names import cleaned
 from serl_client.person import VERDICTS, Operator, Person
-from serl_client.recorder import Recorder
+from serl_client.recorder import Recorder, Unrecorded
 from serl_client.signals import interrupted_by_signals, without_long_collections
 from serl_client.spec import Array
 from serl_client.starts import Starts, alone
 from serl_client.status import ActorStatus
+from serl_client.ticks import Ticks
 from serl_client.way_home import NAP, WayHome
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,6 @@ AGAIN = 1.0  # seconds until the next reset, after a reset whose observation can
 ROOM_PATIENCE = 1.0  # seconds that a simulated robot waits for the outbox
 FAREWELL = 30.0  # seconds at the end to deliver the rest of the outbox
 MODES = ("collect", "teleop", "evaluate")  # modes with episodes; the other two are idle and stop
-AUTO, OPERATOR, WAYPOINTS, OTHER_TASK = RESETS = ("auto", "operator", "waypoints", "other_task")
 GAP = 2.0  # periods between an observation and the command that answers it, until the row is marked as a gap
 
 
@@ -43,8 +43,8 @@ def run_actor(
 
     seed: of the run. operator: is polled for events in each step. status: is kept up to date for the console.
     reset: `operator`: before each episode the robot holds until the operator says ready; else it does not wait. With
-        `waypoints` and `other_task` it is `resets` that brings the scene back. Where it cannot, the operator does; a
-        simulation sets the scene up itself.
+        `waypoints`, `other_task` and `policy` it is `resets` that brings the scene back. Where it cannot, the operator
+        does; a simulation sets the scene up itself.
     on_episode: is called with the numbers of each finished episode. share: see Starts.
 
     A demonstration waits until the operator says ready, or moves a device that drives the robot. One that nobody drove
@@ -58,7 +58,7 @@ def run_actor(
     """
     if reset not in RESETS:
         raise ConfigError(f"reset={reset} is unknown; use {' or '.join(RESETS)}")
-    if (reset in (WAYPOINTS, OTHER_TASK)) != (resets is not None):
+    if (reset in KEPT) != (resets is not None):
         raise ConfigError(f"reset={reset} is for an environment that leaves the scene as it is, and for no other")
     if reset == OPERATOR and not (operator and operator.has_terminal):
         raise ConfigError("reset=operator needs a person: start the actor in a terminal (over SSH: ssh -t)")
@@ -98,8 +98,7 @@ class _Actor:
         self._way = WayHome(env, client, person, status, resets, asks=reset == OPERATOR)
         self._faults = Faults()
         self._unanswered: Frames | None = None  # the last ones of an episode that silence cut off
-        self._sent: float | None = None  # when the command before was sent, if nothing waited since
-        self._simulated = clock.monotonic()  # seconds, the clock of a simulated robot
+        self._ticks = Ticks(env, status)
 
     def run(self) -> None:
         while (mode := self._next_mode()) != "stop":
@@ -166,21 +165,30 @@ class _Actor:
             self._unanswered = self._unanswered if action is None else None
         return self._unanswered is None
 
+    @property
+    def _returns(self) -> bool:
+        """Whether the policy has to bring the scene back before the next episode."""
+        return self._resets is not None and self._resets.returns
+
     # -- one episode
     def _run_episode(self, mode: str) -> None:
-        client, number = self._client, self._status.episodes
-        seed = self._starts.seed(self._directive, client.state.ordinal, number)
+        """Run an episode, or the policy's way back, of which nothing is recorded."""
+        client, number, back = self._client, self._status.episodes, {"mode": "collect"} if self._returns else {}
+        seed = self._starts.seed({**self._directive, **back}, client.state.ordinal, number)
         if not self._way.go(seed, self._directive):
             return
-        recorder = Recorder(client, f"{client.actor}-{client.session[:8]}-{number:06d}", self._env.task)
-        self._status.episodes += 1
-        self._controller = self._policies[self._directive.get("policy", "trained")]
+        is_back = self._returns  # False, too, if the scene was set up meanwhile
+        mode = "collect" if is_back else mode
+        name = f"{client.actor}-{client.session[:8]}-{number:06d}" + "-back" * is_back
+        recorder = (Unrecorded if is_back else Recorder)(client, name, self._env.task)
+        self._status.episodes += not is_back
+        self._controller = self._policies["trained" if is_back else self._directive.get("policy", "trained")]
         self._controller.begin(recorder.episode, self._directive, cleaned(self._env.task))
         self._status.episode = recorder.episode
         observation = self._env.reset(
             seed, teleop=mode == "teleop", intervene=mode == "collect" and self._directive.get("intervene", False)
         )
-        began, observed, warning = clock.monotonic(), self._observed(), self._status.warning
+        began, observed, warning = clock.monotonic(), self._ticks.observed(), self._status.warning
         self._person.listen(observation)
         self._person.judge_latest()
         if bad := recorder.limits.broken({**observation, "time": observed}):
@@ -188,8 +196,8 @@ class _Actor:
             client.wait(AGAIN)
             return
         frames = Frames(observation, client.history)
-        episode = EpisodeState(recorder, frames, mode == "teleop", began=began, observed=observed)
-        self._sent = None
+        episode = EpisodeState(recorder, frames, mode == "teleop", began=began, observed=observed, is_back=is_back)
+        self._ticks.begin()
         try:
             while not recorder.ended:
                 self._row(episode)
@@ -216,7 +224,7 @@ class _Actor:
         sent = clock.monotonic()
         is_gap = self._is_real and (waited or sent - episode.observed > GAP / self._env.spec.fps)
         step = self._env.step(action)
-        observed = self._observed()
+        observed = self._ticks.observed()
         version = 0 if episode.teleop else self._controller.version
         stamp = Stamp(self._directive["number"], self._directive["phase"], version)
         is_policys = action is not None and not step.intervened
@@ -240,7 +248,9 @@ class _Actor:
         episode.reward += step.reward
         episode.intervened += step.intervened
         self._status.driver = "HUMAN" if step.intervened else "POLICY" if is_policys else "WAITING"
-        self._count(sent)
+        self._ticks.count(sent)
+        self._status.steps += not episode.is_back
+        self._status.reset_s += (episode.is_back and step.intervened) / self._env.spec.fps
         self._person.listen(step.observation)
         self._close(episode)
 
@@ -269,7 +279,8 @@ class _Actor:
                 action = self._ask(episode)
                 if action is not None or (self._is_real and episode.last is not None):
                     return True, waited, action
-            waited, self._sent = True, None
+            waited = True
+            self._ticks.begin()
             self._way.nap()
             if episode.last is None:
                 self._person.judge_latest()  # of this one there is nothing to judge yet
@@ -349,7 +360,7 @@ class _Actor:
         if episode.is_unattended:
             self._status.warn(f"nobody drove: {recorder.episode} is no demonstration, and is discarded")
             self._person.disown(recorder.episode)
-        else:
+        elif not episode.is_back:
             self._person.pronounce(recorder.episode, success)
         recorder.end(terminated=terminated)
 
@@ -362,6 +373,10 @@ class _Actor:
     def _report(self, episode: EpisodeState) -> None:
         recorder, step = episode.recorder, episode.last
         if step is None:
+            self._person.verdict = ""
+            return
+        if episode.is_back and self._resets:
+            self._resets.ended(VERDICTS.get(self._person.verdict, step.success))
             self._person.verdict = ""
             return
         self._starts.end(self._directive)
@@ -378,23 +393,3 @@ class _Actor:
             "success": success, "discard": verdict == "discard",
             "intervened": episode.intervened / recorder.steps, "weights": self._controller.version,
         })  # fmt: skip
-
-    # -- time
-    def _count(self, sent: float) -> None:
-        """Count a step whose command was sent then."""
-        status = self._status
-        status.steps += 1
-        if self._sent is not None:
-            period = max(sent - self._sent, 1e-6)
-            mean = 1 / status.rate if status.rate else period
-            status.rate = 1 / (mean + 0.05 * (period - mean))
-            status.late += self._is_real and not 0.5 <= period * self._env.spec.fps <= 1.5
-        self._sent = sent
-
-    def _observed(self) -> float:
-        """Return when the state that has just come was measured, in seconds of the robot's clock.
-
-        A simulated step counts 1/fps, however fast it is computed, so that a recording plays at the robot's pace.
-        """
-        self._simulated += 1 / self._env.spec.fps
-        return self._env.observed if self._is_real else self._simulated

@@ -18,7 +18,7 @@ DTYPES = (
 )  # fmt: skip
 MAX_DIMENSIONS = 8
 MAX_ROW = 64 << 20  # bytes of one feature in one row, because it is sent in one frame
-MAX_RECORD = 63 << 20  # bytes of the smallest record that ends an episode: one row, and the observation after it
+MAX_RECORD = 63 << 20  # of record_bytes
 MAX_FEATURES = 240  # each is an array of a record
 MAX_SPEC = 512 << 10  # bytes of a Spec in a Hello
 MAX_BOUNDS = 4096  # numbers in a bound, because they are sent in the header of a Hello
@@ -169,9 +169,7 @@ class Spec:
         self._check_size()
 
     def _check_size(self) -> None:
-        seen = sum(feature.nbytes for feature in self.observation.values())
-        record = 2 * seen + sum(feature.nbytes for feature in (*self.extras.values(), self.action))
-        if record > MAX_RECORD:
+        if (record := self.record_bytes) > MAX_RECORD:
             name, largest = max(self.observation.items(), key=lambda item: item[1].nbytes)
             raise ConfigError(
                 f"a row of this robot cannot be sent: the last one of an episode has {record / 2**20:.1f} MiB with the "
@@ -218,6 +216,12 @@ class Spec:
                 "run_dir=..., or this actor with the run's task"
             )
         return spec
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of the smallest record that ends an episode: one row, and the observation after it."""
+        seen = sum(feature.nbytes for feature in self.observation.values())
+        return 2 * seen + sum(feature.nbytes for feature in (*self.extras.values(), self.action))
 
     @property
     def images(self) -> tuple[str, ...]:
