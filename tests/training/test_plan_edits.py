@@ -153,3 +153,21 @@ def test_with_another_pace_the_steps_before_keep_what_they_were_due_and_later_on
     for steps in range(211, 311):
         made += len(train(after, practise(steps, online=steps)))
     assert made == pytest.approx(100 * ratio, abs=1)
+
+
+def test_an_actor_that_only_evaluates_is_named_to_all_in_each_phase_of_the_plan():
+    mapping = edited("phases.practise.evaluate", {"every_updates": 5, "until": ["episodes >= 3"], "by": "judge"})
+    state = at("practise", mapping=mapping)
+    assert (state.directive()["by"], state.directive()["without"]) == ("", ["judge"])
+    assert at("demonstrate", mapping=mapping).directive()["without"] == ["judge"]
+    state.at.updates = 5
+    state.advance(practise())
+    assert (state.phase.name, state.directive()["by"]) == ("practise.evaluate", "judge")
+    assert "without" not in at("evaluate", mapping=mapping).directive(), "it takes part in an evaluation by all"
+    everybodys = edited("phases.practise.evaluate", {"every_updates": 5, "until": ["episodes >= 3"]})
+    kept = at("practise", mapping=everybodys).state_dict()
+    for actors in (kept["phase"]["actors"], kept["phase"]["evaluate"]["phase"]["actors"]):
+        del actors["by"]  # as an earlier version has kept it
+    assert PlanState(load(everybodys)).load_state_dict(kept) == []
+    (edit,) = PlanState(load(mapping)).load_state_dict(kept)
+    assert edit.startswith("practise.evaluate"), "which needs no consent"

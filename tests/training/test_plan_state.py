@@ -103,24 +103,6 @@ def test_the_directive_says_all_that_actors_need():
     assert at("practise", mapping=quiet).directive()["explore"] is False
 
 
-def test_an_actor_that_only_evaluates_is_named_to_all_in_each_phase_of_the_plan():
-    mapping = edited("phases.practise.evaluate", {"every_updates": 5, "until": ["episodes >= 3"], "by": "judge"})
-    state = at("practise", mapping=mapping)
-    assert (state.directive()["by"], state.directive()["without"]) == ("", ["judge"])
-    assert at("demonstrate", mapping=mapping).directive()["without"] == ["judge"]
-    state.at.updates = 5
-    state.advance(practise())
-    assert (state.phase.name, state.directive()["by"]) == ("practise.evaluate", "judge")
-    assert "without" not in at("evaluate", mapping=mapping).directive(), "it takes part in an evaluation by all"
-    everybodys = edited("phases.practise.evaluate", {"every_updates": 5, "until": ["episodes >= 3"]})
-    kept = at("practise", mapping=everybodys).state_dict()
-    for actors in (kept["phase"]["actors"], kept["phase"]["evaluate"]["phase"]["actors"]):
-        del actors["by"]  # as an earlier version has kept it
-    assert PlanState(load(everybodys)).load_state_dict(kept) == []
-    (edit,) = PlanState(load(mapping)).load_state_dict(kept)
-    assert edit.startswith("practise.evaluate"), "which needs no consent"
-
-
 # -- again and again
 def test_repeated_phases_follow_each_other_and_each_counts_for_itself_also_over_restarts():
     mapping, seen = edited("repeat", ROUNDS), []
