@@ -212,7 +212,7 @@ class Page:
     def _check_operator(self, role: str) -> None:
         if role != "operator":
             self.door.refusals.add("role", "a link, or a key, that is to look only")
-            raise ConfigError("this link is to look only: an operator's one stands on the learner's screen, too")
+            raise ConfigError("this link is to look only: take an operator's one from the learner's screen")
 
     async def _read(self, what: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._reader, what)
