@@ -17,7 +17,7 @@ from serl_client.keys import private_text
 
 MADE = "page.pem"  # in the folder of keys: a certificate and its private key
 LIFE = timedelta(days=825)  # of one that we make: Apple's systems take none that lasts longer
-CURE = "One file holds both as PEM: cat fullchain.pem privkey.pem > FILE; chmod 600 FILE"
+CURE = "Make one PEM file of both: cat fullchain.pem privkey.pem > FILE; chmod 600 FILE"
 
 
 @dataclass(frozen=True, slots=True)

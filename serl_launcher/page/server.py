@@ -221,7 +221,7 @@ class Page:
     def _check_operator(self, role: str) -> None:
         if role != "operator":
             self.door.refusals.add("role", "a link, or a key, that is to look only")
-            raise ConfigError("this link is to look only: take an operator's one, from the learner's screen")
+            raise ConfigError("this link is to look only: take an operator's one from the learner's screen")
 
     async def _read(self, what: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._reader, what)

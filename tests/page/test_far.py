@@ -114,7 +114,7 @@ def spoilt(file, how, monkeypatch):
      ("of another key", r"own.pem is no certificate with its private key, or .*MISMATCH.*cat fullchain.pem"),
      ("without a key", r"own.pem is no certificate with its private key.*cat fullchain.pem"),
      ("noise", r"own.pem is no certificate with its private key.*cat fullchain.pem"),
-     ("gone", r"cannot read .*own.pem \(No such file or directory\): One file holds both")],
+     ("gone", r"cannot read .*own.pem \(No such file or directory\): Make one PEM file of both")],
 )  # fmt: skip
 def test_a_certificate_that_is_not_good_is_refused_with_what_to_do(keys, tmp_path, monkeypatch, how, says):
     spoilt(file := tmp_path / "own.pem", how, monkeypatch)

@@ -79,7 +79,7 @@ def private_text(file: Path, cure: str) -> str:
                 raise ConfigError(f"{file} has mode {mode:04o}, so others may use the key: say chmod 600 {file}")
             return opened.read()
     except OSError as error:
-        raise ConfigError(f"cannot read {file} ({error.strerror}): {cure}") from None
+        raise ConfigError(f"cannot read {file} ({error.strerror}): {cure}. Or give another file") from None
 
 
 def write_private(file: Path, content: Any) -> None:
