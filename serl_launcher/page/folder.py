@@ -3,7 +3,6 @@
 Used by one thread.
 """
 
-import math
 import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,11 +14,13 @@ from serl_client.connection import Connection
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.way_home import BEGIN
 
+from serl_launcher.page import downloads
 from serl_launcher.page.images import Images
 from serl_launcher.store.aside import is_aside, reason_of
 from serl_launcher.store.index import Index
 from serl_launcher.store.schema import Episode
 from serl_launcher.training.facts import NOW, Facts, PhaseFacts, RunReader
+from serl_launcher.training.machine import MACHINES, counted
 from serl_launcher.training.plan import parse
 from serl_launcher.training.tallies import RECENT, Share
 
@@ -84,34 +85,37 @@ class RunFolder:
             "phase": report["directive"].get("phase", ""), "numbers": _numbers(facts),
             "plan": [_step(phase, str(trainer.get("left", ""))) for phase in facts.phases],
             "warnings": [*_warnings(report, actors), *facts.warnings], "alive": not trouble,
-            "held": trainer.get("waits_for") == HELD,
+            "held": trainer.get("waits_for") == HELD, "sources": [*facts.sources], "downloads": downloads.FORMATS,
         }  # fmt: skip
 
     def curves(self) -> list[dict[str, Any]]:
         """Return [{name, unit, over, text, points: [[x, y], ...] or [[x, y, low, high], ...]}] since the run began."""
         made, recent = self._look().curves, f"of the last {RECENT} episodes, with its 95 % interval."
         curves = [
-            _curve("success alone", "%", "steps", made.success, f"Share of successes without help {recent}"),
-            _curve("return", "", "steps", made.returns, f"Mean sum of an episode's rewards {recent}"),
-            _curve("driven by a person", "%", "steps", made.interventions, f"Share of steps a person drove {recent}"),
+            _curve("success alone", "%", "steps", made.success, f"Share of successes without help, {recent}"),
+            _curve("success with help", "%", "steps", made.assisted, f"The same of those with a takeover, {recent}"),
+            _curve("return", "", "steps", made.returns, f"Mean sum of an episode's rewards, {recent}"),
+            _curve("driven by a person", "%", "steps", made.interventions, f"Share of steps a person drove, {recent}"),
             _curve("updates", "/s", "updates", made.losses.get("rate", ()), "Training updates per second."),
         ]
+        for name, (title, unit, text) in MACHINES.items():
+            curves.append(_curve(title, unit, "min", made.machines.get(name, ()), text))
         for name in [name for name in made.losses if "loss" in name][:LOSSES]:
             text = "What the training makes smaller: look at its direction, not at its value."
             curves.append(_curve(name.replace("_", " "), "", "updates", made.losses[name], text))
         return [curve for curve in curves if curve["points"]]
 
-    def episodes(self) -> list[dict[str, Any]]:
-        """Return the newest episodes, the newest first."""
+    def episodes(self, which: str = "", source: str = "", actor: str = "") -> list[dict[str, Any]]:
+        """Return the newest episodes, the newest first; the arguments choose among them, as those of Index.latest."""
         index, images = self._store()
         return [
             {
-                "id": each.id, "actor": each.actor, "phase": each.phase, "steps": each.steps,
+                "id": each.id, "actor": each.actor, "phase": each.phase, "source": each.source, "steps": each.steps,
                 "closed": bool(each.closed), "return": round(each.reward, 3), "assisted": each.intervened > 0,
                 "verdict": _verdict(each), "by": each.judged_by, "aside": reason_of(each) if is_aside(each) else "",
                 "cameras": images.cameras[:1] if images else [],
             }
-            for each in (index.latest(LISTED) if index else ())
+            for each in (index.latest(LISTED, which=which, source=source, actor=actor) if index else ())
         ]  # fmt: skip
 
     def has(self, episode: str) -> bool:
@@ -189,19 +193,14 @@ def _actor(client: Mapping[str, Any], newest: Episode | None, images: Images | N
     cameras = images.cameras if images and newest else []
     return {
         "name": client["actor"], "driver": driver, "word": SHOWN.get(driver, driver), "text": str(text),
-        "warning": str(client.get("warning", "")), "rate": round(_counted(client, "rate"), 1), "cameras": cameras,
-        **{name: _counted(client, name) for name in ("steps", "late", "takeovers")},
+        "warning": str(client.get("warning", "")), "rate": round(counted(client, "rate"), 1), "cameras": cameras,
+        **{name: counted(client, name) for name in ("steps", "late", "takeovers")},
+        "outbox": round(counted(client, "outbox") / 1e6, 1),
         "episode": newest.id if newest else "",
         "closed": bool(newest.closed) if newest else True, "question": str(client.get("question", 0)),
         "asks": driver in ("FAULT", "RESET", BEGIN), "drives": client.get("episode", ""),
         "state": images.state(newest) if images and newest and not cameras else [],
     }  # fmt: skip
-
-
-def _counted(client: Mapping[str, Any], name: str) -> float:
-    """Return a number of an actor's report; 0 where there is none, because an actor may report anything."""
-    value = client.get(name, 0)
-    return value if isinstance(value, int | float) and math.isfinite(value) else 0
 
 
 def _numbers(facts: Facts) -> list[dict[str, str]]:

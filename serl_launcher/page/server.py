@@ -27,7 +27,7 @@ from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
 from serl_launcher.error_log import first_line
-from serl_launcher.page import door, orders
+from serl_launcher.page import door, downloads, orders
 from serl_launcher.page.folder import RunFolder
 from serl_launcher.supervisor import END
 
@@ -50,7 +50,7 @@ class Page:
         self._open = 0
         self._answers: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "state": lambda _: self._folder.state(), "curves": lambda _: self._folder.curves(),
-            "episodes": lambda _: self._folder.episodes(),
+            "episodes": lambda ask: self._folder.episodes(*(_text(ask, name) for name in ("which", "source", "actor"))),
             "image": lambda ask: self._folder.image(_text(ask, "episode"), _text(ask, "camera")),
         }  # fmt: skip
 
@@ -135,6 +135,9 @@ class Page:
         try:
             if kind == "order":
                 answer: Any = await self._order(ask, role)
+            elif kind == "download":
+                self._check_operator(role)
+                answer = await downloads.made(self._run_dir, _text(ask, "episode"), _text(ask, "format"))
             elif kind in self._answers:
                 answer = await self._read(lambda: self._answers[kind](ask))
             else:
@@ -153,8 +156,7 @@ class Page:
     async def _order(self, ask: Mapping[str, Any], role: str) -> str:
         """Carry out an order. Raises what says why it was not, or may not have been."""
         order, about, actor = (_text(ask, name) for name in ("order", "about", "actor"))
-        if role != "operator":
-            raise ConfigError("this link is to look only: an operator's one stands on the learner's screen, too")
+        self._check_operator(role)
         if order in orders.VERDICTS and not actor and not await self._read(lambda: self._folder.has(about)):
             raise ConfigError(f"there is no episode {about[:80]!r} in this run")
         loop = asyncio.get_running_loop()
@@ -162,6 +164,10 @@ class Page:
         done = await loop.run_in_executor(self._clerk, carry_out)
         log.info("the page says: %s", done)
         return done
+
+    def _check_operator(self, role: str) -> None:
+        if role != "operator":
+            raise ConfigError("this link is to look only: an operator's one stands on the learner's screen, too")
 
     async def _read(self, what: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._reader, what)
