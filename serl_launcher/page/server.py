@@ -42,7 +42,7 @@ class Page:
     """Serves the page of one run. local: the learner's own address; empty: no learner runs."""
 
     def __init__(self, run_dir: Path, local: str) -> None:
-        self.tokens = door.Tokens()
+        self.tokens = door.Tokens(run_dir / "page.tokens")
         self._run_dir, self._local = run_dir, local
         self._folder = RunFolder(run_dir, local)
         self._reader, self._clerk = (ThreadPoolExecutor(1, name) for name in ("reader", "orders"))

@@ -7,7 +7,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 from tests.page.conftest import served  # noqa: F401
-from tests.shared.common import PATIENCE
+from tests.shared.common import PATIENCE, until
 from tools import screenshots
 
 SIZES = {"phone": (390, 844), "screen": (1920, 1080)}
@@ -20,9 +20,13 @@ SMALL = """() => [...document.querySelectorAll("button, select, summary")].filte
 
 
 class Tab:
-    """A page in a browser. `errors`: what its console and its scripts complained of; `requests`: URLs it asked for."""
+    """A page in a browser. `errors`: what its console and its scripts complained of; `requests`: URLs it asked for.
+
+    wait: as common.until, which waits for a condition.
+    """
 
     def __init__(self, page):
+        self.wait = until
         self.page, self.errors, self.requests = page, [], []
         page.on("console", lambda said: said.type == "error" and self.errors.append(said.text))
         page.on("pageerror", lambda error: self.errors.append(str(error)))
@@ -32,8 +36,7 @@ class Tab:
 
     def until(self, condition, argument=None):
         """Wait until a function or an expression of JavaScript gives something true, and return that."""
-        function = condition if condition.startswith("(") else f"() => {condition}"  # the page's policy allows no eval
-        return self.page.wait_for_function(function, arg=argument).json_value()
+        return self.wait(lambda: self.page.evaluate(condition, argument))
 
     def says(self, text, within="body"):
         """Wait until this text stands there."""
