@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from tests.browser.conftest import SIZES
 from tests.programs.test_page import LINK
 from tests.programs.test_plan_runs import SAC_PI0
 from tests.report.test_page import begin
@@ -57,6 +58,7 @@ def is_over(programs, tab, learner, actor):
         tab.page.click("#orders [data-word=stop]")
     programs.end_well(learner, actor)
     tab.says("The page's process does not answer", "#sentence")
+    tab.page.close()
     tab.errors.clear()  # the browser says that nobody listens there any more
 
 
@@ -65,7 +67,9 @@ def report_of(run_dir, open_tab):
     tab = open_tab((run_dir / "report.html").as_uri())
     tab.until("document.readyState === 'complete'")
     assert [url for url in tab.requests if not url.startswith("data:")] == [tab.page.url]
-    tab.check()
+    for width, height in SIZES.values():
+        tab.page.set_viewport_size({"width": width, "height": height})
+        tab.check()
     return tab
 
 
