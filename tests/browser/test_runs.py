@@ -97,11 +97,11 @@ def test_a_quickstart_is_watched_and_led_from_its_page_to_its_report(programs, o
 def test_a_page_that_is_open_comes_back_by_itself_after_the_learner_was_killed(programs, open_tab):
     learner, actor, tab = watched(programs, open_tab, *QUICKSTART)
     tab.says("HUMAN", "#word")
-    port = [word for word in learner.args if word.startswith("page=")]
+    port = [str(word) for word in learner.args if str(word).startswith("page=")]
     os.killpg(learner.pid, signal.SIGKILL)
     programs.until(lambda: set(programs.alive()) == {"actor"})
     tab.says("The page's process does not answer", "#sentence")
-    called("report", programs.run_dir)
+    assert called("report", programs.run_dir)[0] == 0
     report_of(programs.run_dir, open_tab).says("stopped")
     again = programs.start("learner", *QUICKSTART, *port)
     tab.says("HUMAN", "#word")
@@ -129,6 +129,7 @@ def test_cameras_and_takeovers_of_hiors_are_seen_while_they_happen(programs, ope
 @pytest.mark.usefixtures("one_thread", "same_loggers")
 def test_the_report_of_a_run_of_pi0_opens_without_a_request(tmp_path, open_tab):
     start(tmp_path / "run", SAC_PI0)
+    assert called("report", tmp_path / "run")[0] == 0
     report_of(tmp_path / "run", open_tab).says("value")
 
 
