@@ -28,7 +28,10 @@ OPTIONS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "
 TOOL, PORT = Path(__file__).with_name("page.py"), 8087
 LINK = re.compile(r"https?://localhost:\d+/#\S+")
 COLOURS = 256  # of a picture, so that it is small
-WIDE, PHONE, REPORT = (1280, 1160), (390, 844), (1280, 1010)  # pixels
+Scheme = Literal["light", "dark"]
+PICTURES: dict[str, tuple[tuple[int, int], Scheme]] = {  # {name: (width and height of the window, scheme)}
+    "page": ((1280, 1340), "light"), "page_phone": ((390, 844), "dark"), "report": ((1280, 1130), "light"),
+}  # fmt: skip
 
 
 @in_one_sentence()
@@ -41,13 +44,10 @@ def main() -> None:
         raise ConfigError("chromium is missing: apt-get install chromium")
     report = write(options.run).resolve().as_uri()
     with chromium() as browser, linked(options.run) as link:
-        for name, url, size, scheme in (
-            ("page", link, WIDE, "light"), ("page_phone", link, PHONE, "dark"), ("report", report, REPORT, "light"),
-        ):  # fmt: skip
-            path = options.out / f"{name}.png"
-            tab = blank(browser, size, scheme)
-            tab.goto(url)
-            if url == link:
+        for name, (size, scheme) in PICTURES.items():
+            path, tab = options.out / f"{name}.png", blank(browser, size, scheme)
+            tab.goto(report if name == "report" else link)
+            if name != "report":
                 settle(tab)
             tab.screenshot(path=path)
             tab.context.close()
@@ -64,7 +64,7 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-def blank(browser: Browser, size: tuple[int, int], scheme: Literal["light", "dark"]) -> Page:
+def blank(browser: Browser, size: tuple[int, int], scheme: Scheme) -> Page:
     """Open an empty tab that shares nothing with others. size: width and height of its window in pixels."""
     viewport: ViewportSize = {"width": size[0], "height": size[1]}
     return browser.new_context(viewport=viewport, color_scheme=scheme).new_page()
@@ -87,9 +87,9 @@ def linked(run: Path) -> Iterator[str]:
 
 def settle(tab: Page) -> None:
     """Wait until all is shown: the numbers, and an image of each camera."""
-    tab.wait_for_selector("#numbers dd")
-    tab.wait_for_selector("#curves path")
-    tab.wait_for_function("[...document.querySelectorAll('img')].every((each) => each.naturalWidth)")
+    for selector in ("#numbers dd", "#curves path", "#episodes li"):
+        tab.wait_for_selector(selector, state="attached")
+    tab.wait_for_function("() => [...document.querySelectorAll('img')].every((each) => each.naturalWidth)")
 
 
 if __name__ == "__main__":

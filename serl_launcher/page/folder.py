@@ -19,7 +19,7 @@ from serl_launcher.page.images import Images
 from serl_launcher.store.aside import is_aside, reason_of
 from serl_launcher.store.index import Index
 from serl_launcher.store.schema import Episode
-from serl_launcher.training.facts import NOW, Facts, PhaseFacts, RunReader
+from serl_launcher.training.facts import DONE, NOW, Facts, PhaseFacts, RunReader
 from serl_launcher.training.machine import MACHINES, counted
 from serl_launcher.training.plan import parse
 from serl_launcher.training.tallies import RECENT, Share
@@ -92,8 +92,8 @@ class RunFolder:
         """Return [{name, unit, over, text, points: [[x, y], ...] or [[x, y, low, high], ...]}] since the run began."""
         made, recent = self._look().curves, f"of the last {RECENT} episodes, with its 95 % interval."
         curves = [
-            _curve("success alone", "%", "steps", made.success, f"Share of successes without help, {recent}"),
-            _curve("success with help", "%", "steps", made.assisted, f"The same of those with a takeover, {recent}"),
+            _curve("unassisted success", "%", "steps", made.success, f"Successes without any takeover, {recent}"),
+            _curve("success with help", "%", "steps", made.assisted, f"Successes where a person took over, {recent}"),
             _curve("return", "", "steps", made.returns, f"Mean sum of an episode's rewards, {recent}"),
             _curve("driven by a person", "%", "steps", made.interventions, f"Share of steps a person drove, {recent}"),
             _curve("updates", "/s", "updates", made.losses.get("rate", ()), "Training updates per second."),
@@ -180,9 +180,10 @@ def _step(phase: PhaseFacts, left: str) -> dict[str, Any]:
         if len(terms := parse(text)) == 1 and terms[0].name in made and terms[0].bound and not terms[0].window
     ]
     is_now = phase.state == NOW
-    done = f"{phase.episodes:,} episodes, {phase.env_steps:,} steps so far; " if phase.episodes else ""
+    made_so_far = [f"{phase.episodes:,} episodes, {phase.env_steps:,} steps"] if phase.episodes else []
+    ends = [f"ends with {' or '.join(phase.until)}"] if phase.state != DONE else []
     return {
-        "name": phase.name, "when": phase.state, "text": f"{done}ends with {' or '.join(phase.until)}",
+        "name": phase.name, "when": phase.state, "text": "; ".join([*made_so_far, *ends]),
         "share": min(1.0, max(shares)) if shares and is_now else None, "left": left if is_now else "",
     }  # fmt: skip
 

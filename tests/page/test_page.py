@@ -89,7 +89,7 @@ def test_episodes_curves_and_numbers_are_those_of_the_run(served, browse, arm):
     assert numbers["success with help"].startswith("1 of 1 [")
     assert (numbers["episodes"], numbers["replay buffer"]) == ("3", "24 steps")
     curves = {curve["name"]: curve["points"] for curve in browser.ask("curves")}
-    assert [point[:2] for point in curves["success alone"]] == [[8, 100.0], [16, 50.0], [24, 33.333333]]
+    assert [point[:2] for point in curves["unassisted success"]] == [[8, 100.0], [16, 50.0], [24, 33.333333]]
     assert [point[:2] for point in curves["success with help"]] == [[24, 100.0]]
     assert (curves["outboxes"], curves["free disk"]) == ([[0, 0], [0.5, 1], [1, 2]], [[0, 7.5], [0.5, 7.5], [1, 7.5]])
 
