@@ -158,6 +158,7 @@ async function show() {
   at("many").hidden = few;
   keyed(at("many").querySelector("tbody"), few ? [] : state.actors, (actor) => actor.name, row, (tr, actor) => {
     const told = [actor.name, actor.word, `${actor.rate} Hz`, actor.late, actor.steps.toLocaleString(), actor.episode];
+    tr.setAttribute("aria-current", String(actor.name === chosen));
     told.forEach((text, i) => ((tr.cells[i].firstChild ?? tr.cells[i]).textContent = text));
   });
   keyed(at("numbers"), state.numbers, (each) => each.name, (each) => {
