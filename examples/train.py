@@ -125,6 +125,7 @@ def act_in(config: DictConfig, place: int = 0, share: Share = alone) -> int:
             capacity=int(config.outbox_gb * 1e9), paced=env.clock == "simulated", has_operator=env.has_operator,
             weights_folder=folder / "weights" if local else None, key=key,
             inference_port=None if config.inference_port == "auto" else config.inference_port,
+            remote=getattr(keyboard, "remote", None),
         ) as client, closing(local_source(config, client) if local else client) as source:  # fmt: skip
             controller = chunk_policy(
                 source, chunks=config.chunks, deadline=deadline, n_action_steps=config.n_action_steps, clock=env.clock
@@ -193,7 +194,7 @@ def rows(
         **{name: str(each) for name, each in lookouts.items() if name == "learner" or each.told},
         "episodes": f"{status.episodes}, {status.steps} steps, now {status.episode or '-'}",
         f"of last {RECENT}": f"success {status.unassisted} unassisted, {status.assisted} assisted",
-        "takeovers": f"{status.takeovers}",
+        "takeovers": f"{status.takeovers}" + f", {status.remote} drives now" * bool(status.remote),
         "control": f"{status.rate:.1f} Hz, " * moves + f"{status.late} late ticks",
         "outbox": f"{records} records, {size / 1e6:.1f} MB not acknowledged" + f": {fault}" * bool(fault),
     }

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from serl_client import clock
+from serl_client.driving import RemoteDriver
 from serl_client.errors import ConfigError, RobotFault
 from serl_client.spec import Array, Feature
 
@@ -13,13 +14,15 @@ from robot_infra.interfaces import Device, Hand, Operator, Teleop
 from robot_infra.teleop.gamepad import Gamepad
 from robot_infra.teleop.keyboard import Keyboard, KeyboardDevice
 from robot_infra.teleop.leader import Leader
+from robot_infra.teleop.page import PageDevice
 from robot_infra.teleop.spacemouse import SpaceMouse
 
 SPEED = 0.5  # of the robot's bounds, at full deflection of a device or while a key is held
 WISH = 0.3  # seconds for which a key that moves may wait for the next step; later it was meant for something else
 RELEASE = 0.5  # seconds after the last touch until a person who took over by touch hands back
 TAKEOVERS = ("touch", "toggle")
-OPERATORS = ("keyboard", "gamepad", "spacemouse", "leader")
+OPERATORS = ("keyboard", "gamepad", "spacemouse", "leader", "page")
+TOUCHES = {"toggle", "take over"}  # words by which a person takes the robot
 
 
 class Driven(Protocol):
@@ -42,6 +45,8 @@ class Hands:
     A demonstration is driven from the first touch or toggle on, until a toggle; before it nobody drives.
     What nobody moves stays as it is: a gripper, too, until one of its keys is used in this takeover. Then it acts until
     the other one is. Raises ConfigError if no device can move some entry of the action.
+    Whoever touches a device takes the robot from one at the page, who gets it again once it was handed back.
+    remote: whom somebody at the page drives by; None: nobody there may.
     """
 
     def __init__(self, devices: Sequence[Device], action: Feature, space: str, *, takeover: str = "touch") -> None:
@@ -55,7 +60,12 @@ class Hands:
                 f"this robot takes {entries} as {space}; the device moves {', '.join(sorted(moves)) or 'nothing'}, by "
                 "deltas (ee_delta): use another task.env.operator=..., such as a leader arm"
             )
+        self._page = next((device for device in devices if isinstance(device, PageDevice)), None)
+        if self._page and leads:
+            raise ConfigError("task.env.operator: the page moves by deltas, a leader arm by positions: say one of them")
         self._devices, self._action, self.space, self._takes_by_touch = devices, action, space, takeover == "touch"
+        self._beside = [device for device in devices if device is not self._page]
+        self._is_here = False  # it is a person beside the robot who drives, or touches a device
         self._words: deque[str] = deque()
         self._begins = False  # nobody drives this demonstration yet
         self._has_moved = False  # any device, since the latest poll
@@ -68,6 +78,10 @@ class Hands:
     @property
     def has_terminal(self) -> bool:
         return any(device.asks for device in self._devices)
+
+    @property
+    def remote(self) -> RemoteDriver | None:
+        return self._page and self._page.remote
 
     @property
     def legend(self) -> dict[str, str]:
@@ -112,13 +126,22 @@ class Hands:
         """Read all devices, and obey their toggles; return the Hand of each device that is still there."""
         hands: list[Hand] = []
         self._fault = None
-        for device in self._devices:
+        for device in self._beside:
             try:
                 hands.append(device.read())
             except RobotFault as fault:  # the others are heard: the keys must still pause and stop
                 self._fault = fault
+        touched = any(hand.motion or hand.gripper or TOUCHES.intersection(hand.words) for hand in hands)
+        self._is_here = touched or (self._is_here and self._drives)
+        is_taken = False  # from one at the page: the toggle that does so does not hand back
+        if self._page:
+            is_taken = self._drives and self._is_here and bool(self._page.remote.holder)
+            self._page.is_hindered = self._is_here
+            hands.append(self._page.read())
         for hand in hands:
             for word in hand.words:
+                if word == "toggle" and is_taken:
+                    continue
                 if word == "toggle":
                     self._set_driver(not ((self._drives and self._is_latched) or self._wishes))
                 elif word == "take over":
@@ -206,4 +229,6 @@ def _open_device(word: str, path: str, robot: Driven) -> Device:
         return KeyboardDevice(keyboard, drives=robot.space.endswith("_delta"))
     if word == "leader":
         return Leader(robot)
+    if word == "page":
+        return PageDevice()
     return Gamepad(path) if word == "gamepad" else SpaceMouse(path)

@@ -22,6 +22,7 @@ HOST = "127.0.0.1"  # where the page listens: nobody but this machine reaches it
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # with any port, because `ssh -L` may give another one
 FILES = {  # path: (file of this folder, its type); there is no other path
     "/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript"),
+    "/drive.js": ("drive.js", "text/javascript"),
 }  # fmt: skip
 SOCKET = "/socket"
 POLICY = (

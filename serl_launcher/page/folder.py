@@ -189,8 +189,9 @@ def _step(phase: PhaseFacts, left: str) -> dict[str, Any]:
 
 
 def _actor(client: Mapping[str, Any], newest: Episode | None, images: Images | None) -> dict[str, Any]:
-    driver = str(client.get("driver", "IDLE"))
-    text = client.get("warning") or client.get("because") or DRIVERS.get(driver, driver)
+    driver, remote = str(client.get("driver", "IDLE")), client.get("remote")
+    drives = f"{remote} drives, from a page" if remote and driver == "HUMAN" else DRIVERS.get(driver, driver)
+    text = client.get("warning") or client.get("because") or drives
     cameras = images.cameras if images and newest else []
     return {
         "name": client["actor"], "driver": driver, "word": SHOWN.get(driver, driver), "text": str(text),
@@ -200,6 +201,7 @@ def _actor(client: Mapping[str, Any], newest: Episode | None, images: Images | N
         "episode": newest.id if newest else "",
         "closed": bool(newest.closed) if newest else True, "question": str(client.get("question", 0)),
         "asks": driver in ("FAULT", "RESET", BEGIN), "drives": client.get("episode", ""),
+        "remote": None if remote is None else str(remote),
         "state": images.state(newest) if images and newest and not cameras else [],
     }  # fmt: skip
 

@@ -1,4 +1,5 @@
 // The operator's page. It asks, and shows what it is answered. What comes from elsewhere becomes text, never markup.
+import { steer } from "/drive.js";
 const at = (id) => document.getElementById(id);
 const LOST_S = 25, FRAME_MS = 100, MANY = 4, FILTERS = ["which", "source", "actor"];
 const ORDERS = { pause: "Pause", resume: "Resume", next: "Next", stop: "Stop" };
@@ -213,6 +214,7 @@ function dress(made, actor) {
   ready.hidden = !actor.asks;
   pause.hidden = actor.driver === "PAUSED";
   resume.hidden = !pause.hidden;
+  steer(made, actor, role);
   keyed(made.querySelector(".views"), actor.cameras, (name) => name, (name) => {
     const figure = element("figure");
     figure.append(element("img", "", { alt: name.split(".").at(-1) }), element("figcaption", name.split(".").at(-1)));

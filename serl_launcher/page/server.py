@@ -28,6 +28,7 @@ from websockets.http11 import Request, Response
 
 from serl_launcher.error_log import first_line
 from serl_launcher.page import door, downloads, orders
+from serl_launcher.page.drivers import Drivers
 from serl_launcher.page.folder import RunFolder
 from serl_launcher.supervisor import END
 
@@ -36,6 +37,7 @@ log = throttled(__name__)
 CONNECTIONS = 64  # pages that are open at once, with those that have not said their token
 TOKEN_S = 5.0  # seconds that a new connection may take to say its token
 LONGEST = 4096  # bytes of a question
+GUEST = 8  # hexadecimal digits of a connection's random number, which name whoever drives by it
 
 
 class Page:
@@ -44,7 +46,7 @@ class Page:
     def __init__(self, run_dir: Path, local: str) -> None:
         self.tokens = door.Tokens(run_dir / "page.tokens")
         self._run_dir, self._local = run_dir, local
-        self._folder = RunFolder(run_dir, local)
+        self._folder, self._drivers = RunFolder(run_dir, local), Drivers(local)
         self._reader, self._clerk = (ThreadPoolExecutor(1, name) for name in ("reader", "orders"))
         self._guests: set[ServerConnection] = set()  # whose token is good
         self._open = 0
@@ -69,6 +71,7 @@ class Page:
 
     def close(self) -> None:
         """Let go of server and store, after what is being done."""
+        self._drivers.close()
         self._reader.submit(self._folder.close)
         for pool in (self._reader, self._clerk):
             pool.shutdown()
@@ -102,7 +105,7 @@ class Page:
             async for text in connection:
                 if (role := self.tokens.role(token)) is None:
                     raise MessageError("this link is over: a new one stands on the learner's screen")
-                await connection.send(await self._answer(_read(text), role))
+                await connection.send(await self._answer(_read(text), role, connection.id.hex[:GUEST]))
         except MessageError as error:
             with suppress(ConnectionClosed):
                 await connection.close(CloseCode.POLICY_VIOLATION, str(error))
@@ -111,6 +114,7 @@ class Page:
         finally:
             self._open -= 1
             self._guests.discard(connection)
+            self._drivers.leave(connection.id.hex[:GUEST])
             if not self._guests:
                 self._reader.submit(self._folder.close)
 
@@ -127,7 +131,7 @@ class Page:
         await connection.send(json.dumps({"role": role, "run": self._run_dir.name}))
         return token
 
-    async def _answer(self, ask: Mapping[str, Any], role: str) -> str | bytes:
+    async def _answer(self, ask: Mapping[str, Any], role: str, guest: str) -> str | bytes:
         """Return the answer to one question: JSON, or the number of the question, 4 bytes, and a JPEG."""
         number, kind = ask.get("id"), _text(ask, "ask")
         if not isinstance(number, int) or not 0 <= number < 1 << 31:
@@ -138,6 +142,11 @@ class Page:
             elif kind == "download":
                 self._check_operator(role)
                 answer = await downloads.made(self._run_dir, _text(ask, "episode"), _text(ask, "format"))
+            elif kind == "drive":
+                self._check_operator(role)
+                answer = self._drivers.drive(guest, ask)
+            elif kind == "preview":
+                answer = self._drivers.image(guest, _text(ask, "camera"))
             elif kind in self._answers:
                 answer = await self._read(lambda: self._answers[kind](ask))
             else:

@@ -35,7 +35,9 @@ log = throttled(__name__)
 
 RECORDS = 5_000  # of one key (without keys: of one actor) within a second; what is more waits
 SHARE_S = 1 / 3  # of the server's CPU within a second, for one key, if others have said something; what is more waits
-LIMITS: dict[type, int] = {m.Hello: 128, m.Command: 50, m.Status: 100}  # of one key (or connection) within a second
+LIMITS: dict[type, int] = {  # of one key (or connection) within a second
+    m.Hello: 128, m.Command: 50, m.Status: 100, m.Drive: 200, m.DriverUpdate: 200,
+}  # fmt: skip
 BAD_MESSAGES = 16  # after these a connection is ignored
 CAUSES = 5  # after bad messages of so many kinds within a minute, from one address, a key is banned
 BAN_S = 600.0

@@ -1,7 +1,7 @@
 """Describes a connected client of the server, and what its role may send."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +16,17 @@ from serl_client.names import check_names
 from serl_launcher.service.router import Router
 
 ROLES: dict[str, tuple[type, ...]] = {
-    "actor": (m.Push, m.Heartbeat, m.Bye, m.WeightsRequest, m.Command, m.Status),
+    "actor": (m.Push, m.Heartbeat, m.Bye, m.WeightsRequest, m.Command, m.DriverUpdate, m.Status),
     "learner": (
         m.Direct, m.StepLimit, m.Publish, m.Archived, m.SetAside, m.Over, m.Sync, m.Heartbeat, m.WeightsRequest,
         m.Command, m.Status,
     ),
-    "viewer": (m.Heartbeat, m.Bye, m.Command, m.Status),
+    "viewer": (m.Heartbeat, m.Bye, m.Command, m.Drive, m.Status),
 }  # fmt: skip
 WATCHING = (m.Hello, m.Heartbeat, m.Bye, m.Status)
-ACTING = (*WATCHING, m.Push, m.WeightsRequest, m.InferenceRequest)
-GRANTS: dict[str, tuple[type, ...]] = {"viewer": WATCHING, "actor": ACTING, "operator": (*ACTING, m.Command)}  # of keys
+ACTING = (*WATCHING, m.Push, m.WeightsRequest, m.InferenceRequest, m.DriverUpdate)
+ORDERING = (*ACTING, m.Command, m.Drive)
+GRANTS: dict[str, tuple[type, ...]] = {"viewer": WATCHING, "actor": ACTING, "operator": ORDERING}  # of keys
 
 
 Address = tuple[Router, bytes]  # of a connection
@@ -115,6 +116,12 @@ class Peer:
     def send(self, message: m.Message) -> bool:
         """Send as Router.tell."""
         return self.socket.tell(self.identity, message)
+
+
+def newest(peers: Iterable[Peer], actor: str) -> Peer | None:
+    """Return the connection of this actor that was heard last; None: none is connected."""
+    mine = (peer for peer in peers if (peer.hello.role, peer.hello.actor) == ("actor", actor))
+    return max(mine, key=lambda peer: peer.seen, default=None)
 
 
 def cost(report: Mapping[str, Any]) -> int:

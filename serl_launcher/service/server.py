@@ -23,11 +23,12 @@ from serl_client.errors import MessageError, Refused, ServerFailed
 from serl_client.names import check_names
 
 from serl_launcher.service.access import AccessControl
+from serl_launcher.service.driving import Driving
 from serl_launcher.service.failures import Failures, Request
 from serl_launcher.service.fair_queue import FairQueue
 from serl_launcher.service.intake import Intake
 from serl_launcher.service.keeper import StoreKeeper
-from serl_launcher.service.peers import ROLES, Address, Forbidden, Peer, check_role, cost
+from serl_launcher.service.peers import ROLES, Address, Forbidden, Peer, check_role, cost, newest
 from serl_launcher.service.router import Router, bound
 from serl_launcher.service.updates import StateUpdates
 from serl_launcher.service.welcome import Welcomes
@@ -74,11 +75,12 @@ class Server:
             inference=inference, extras=extras or {}, history=history, unread=unread,
         )  # fmt: skip
         self._stopping, self._started, self._passed_on = False, clock.monotonic(), 0
+        driving = Driving(self.peers)
         self._handlers: dict[type, Callable[[Peer, Any], m.Message | None]] = {
             m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
             m.Direct: self._direct, m.StepLimit: self._allow, m.Publish: self._publish, m.Sync: self._sync,
             m.Archived: self._archived, m.SetAside: self._set_aside, m.Command: self._command, m.Bye: self._bye,
-            m.Over: self._over,
+            m.Over: self._over, m.Drive: driving.drive, m.DriverUpdate: driving.update,
         }  # fmt: skip
 
     @property
@@ -254,12 +256,10 @@ class Server:
         """Send a command to its actor, once; return its number, which no earlier one has had."""
         if command.name not in m.WORDS:
             raise Refused(f"an actor is told one of {', '.join(m.WORDS)}")
-        actors = [other for other in self.peers.values() if other.hello.role == "actor"]
-        mine = [other for other in actors if other.hello.actor == command.actor]
-        if not mine:
+        if (actor := newest(self.peers.values(), command.actor)) is None:
             raise Refused(f"no actor {command.actor} is connected")
         self._passed_on = max(self._passed_on + 1, int(1000 * clock.time()))  # also later than before a restart
-        if not max(mine, key=lambda other: other.seen).send(replace(command, request=self._passed_on)):
+        if not actor.send(replace(command, request=self._passed_on)):
             raise ServerFailed(f"{command.actor} does not read what it is told")
         return self._passed_on
 

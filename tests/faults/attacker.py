@@ -287,6 +287,7 @@ class Attacker:
                 m.Direct(body, None), m.StepLimit(1, 0), m.Publish("a" * 64, 1, 1), m.Archived([1, 2]),
                 m.SetAside(episode, "a lie"), m.Over("a lie"), m.Sync(0, 0), m.Command("stop"), m.Command("next"),
                 m.Command("goto", "evaluate"), m.Command("ready", "0", actor="arm"),
+                m.Drive("arm", one.link.greeting.actor, 1, 0, "take over", {"x": 1.0}, 1),
                 m.StateUpdate({"number": 99, **body}, {}), m.Ack(session, 10**6),
                 m.Failed("Replaced", "a lie", final=True), self._hello(role="learner"), self._hello(role="operator"),
             ]  # fmt: skip

@@ -82,7 +82,7 @@ def test_another_name_gets_no_file(served, host):
         "/door.py",
     ],
 )
-def test_only_the_three_files_are_served(served, path):
+def test_only_the_pages_own_files_are_served(served, path):
     status, headers, text = fetched(served, path)
     assert (status, text) == (404, "there is no such page")
     assert headers["Content-Security-Policy"] == door.POLICY
@@ -100,8 +100,11 @@ def test_each_file_forbids_what_it_does_not_need(served, path):
 
 
 def test_nothing_from_outside_can_become_markup():
-    script = (ROOT / "serl_launcher/page/page.js").read_text()
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|Function\(|srcdoc|DOMParser", script)
+    for name in ("page.js", "drive.js"):
+        script = (ROOT / "serl_launcher/page" / name).read_text()
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|Function\(|srcdoc|DOMParser", script
+        )
     page = (ROOT / "serl_launcher/page/page.html").read_text()
     assert not re.search(r"\son\w+=|style=|<script(?![^>]* src=)|<style", page), "the policy would refuse it"
 

@@ -6,15 +6,18 @@ import struct
 import numpy as np
 import pytest
 from serl_client import Feature
+from serl_client.driving import BACK, TAKE
 from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.guard.lead import LIMP
 from robot_infra.interfaces import Hand
 from robot_infra.intervention import Intervention
 from robot_infra.teleop.gamepad import Gamepad
-from robot_infra.teleop.hands import Hands
+from robot_infra.teleop.hands import Hands, make_devices
 from robot_infra.teleop.leader import Leader
+from robot_infra.teleop.page import BESIDE, PageDevice
 from robot_infra.teleop.spacemouse import SpaceMouse
+from tests.shared.actors import Desk
 from tests.shared.robots import Scripted
 
 AXES = Feature((4,), names=("x", "y", "z", "gripper"), low=np.array(-1), high=np.array(1))
@@ -270,6 +273,68 @@ def test_a_robot_without_a_leader_and_a_robot_that_no_device_moves_are_refused()
         Leader(robot)
     with pytest.raises(ConfigError, match="touch or toggle"):
         Hands([Scripted()], AXES, "ee_delta", takeover="maybe")
+
+
+# -- somebody at the page, beside these devices
+
+LEFT, SILENCE = {"y": 1.0}, ()  # what somebody at the page says in a step: (press, motion)
+DRIVE, LEFTWARDS, UPWARDS, RAISE = ("", LEFT), [0, 0.5, 0, 0], [0, 0, 0.5, 0], Hand({"z": 1.0})
+NOTHING = Hand()
+
+
+@pytest.mark.parametrize(
+    ("takeover", "beside", "says", "wanted"),
+    [
+        ("toggle", [], [DRIVE, (TAKE,), DRIVE, *[SILENCE] * 9, (TAKE,), DRIVE, (BACK,)],
+         [None, STILL, *[LEFTWARDS] * 4, *[STILL] * 7, LEFTWARDS, None]),
+        ("touch", [NOTHING] * 2 + [RAISE], [(TAKE,), DRIVE, DRIVE, DRIVE, (TAKE,), DRIVE],
+         [STILL, LEFTWARDS, UPWARDS, *[STILL] * 3]),
+        ("toggle", [NOTHING] * 2 + [TOGGLE, NOTHING, TOGGLE], [(TAKE,), DRIVE, DRIVE, (TAKE,), DRIVE, (TAKE,), DRIVE],
+         [STILL, LEFTWARDS, STILL, STILL, None, STILL, LEFTWARDS]),
+        ("touch", [PUSH, *[NOTHING] * 7], [(TAKE,)] * 7 + [DRIVE], [FORWARD, *[STILL] * 5, None, None]),
+    ],
+    ids=["a press begins and ends it, silence holds", "a touch beside the robot wins", "a toggle there takes the robot",
+         "and whoever touched it first has it"],
+)  # fmt: skip
+def test_the_page_is_one_device_more_and_whoever_is_beside_the_robot_wins(
+    clock, takeover, beside, says, wanted
+):  # fmt: skip
+    hands = at_policy(page := PageDevice(), Scripted(*beside), takeover=takeover)
+    desk, found = Desk(page.remote), []
+    for said in says:
+        if said:
+            desk.say(*said)
+        action = hands.read(HOLD)
+        found.append(None if action is None else action.tolist())
+        told = [update.text for update in desk.told()]
+        assert (BESIDE in told) <= bool(beside)
+        clock.sleep(0.1)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("begins", [(TAKE,), DRIVE])
+def test_a_demonstration_begins_with_a_press_or_a_motion_at_the_page_and_lasts(clock, begins):
+    hands = Hands([page := PageDevice()], AXES, "ee_delta")
+    desk = Desk(page.remote)
+    desk.say(TAKE)  # at the controls, before the episode
+    assert hands.poll() == ["moved"]
+    desk.told()
+    hands.reset(0, demonstrate=True)
+    assert hands.read(HOLD) is None
+    desk.say(*begins)
+    assert hands.read(HOLD).tolist() == STILL
+    desk.say(*DRIVE)
+    assert hands.read(HOLD).tolist() == LEFTWARDS
+    clock.advance(60.0)
+    assert hands.read(HOLD).tolist() == STILL
+
+
+@pytest.mark.parametrize(
+    ("operator", "real", "says"), [("page", "simulated", "clock=real"), ("page+leader", "real", "say one")]
+)
+def test_where_nobody_at_the_page_can_drive_that_is_said(operator, real, says):
+    with pytest.raises(ConfigError, match=says):
+        make_devices(operator, None, Follower(), clock=real)
 
 
 # -- hand-over

@@ -1,4 +1,4 @@
-"""A client of the learner's protocol, version 16, written from docs/protocol.md alone.
+"""A client of the learner's protocol, version 17, written from docs/protocol.md alone.
 
 foreign_client.py ADDRESS NAME: pulls the newest weights, delivers one episode and prints one line of JSON. It keeps
 nothing of earlier lives.
@@ -123,7 +123,7 @@ class Client:
             connection.send(
                 "Hello",
                 {
-                    "protocol": [16, 16],
+                    "protocol": [17, 17],
                     "role": "actor",
                     "actor": self.name,
                     "session": self.session,

@@ -140,9 +140,10 @@ def test_a_viewer_that_appends_is_refused_logged_and_counted(keys, serve, join, 
     push = push_of("e" * 32, make_segment("e0"))
     with served.link("viewer", "eye", key="eye") as link:
         link.hello(PATIENCE)
-        for message in (push, m.Command("stop"), m.Publish("0" * 64, 1, 1), m.WeightsRequest("0" * 64, 0)):
+        drive = m.Drive("left", "eye", 1, 0, "take over", {}, 0)
+        for message in (push, m.Command("stop"), drive, m.Publish("0" * 64, 1, 1), m.WeightsRequest("0" * 64, 0)):
             link.send(message)
-        until(lambda: served.refusals() == {"role": 5})
+        until(lambda: served.refusals() == {"role": 6})
     assert "refused, role: eye:" in caplog.text
     assert served.report()["sources"] == {}
 

@@ -165,3 +165,34 @@ def test_what_an_operator_says_to_an_actor_reaches_that_one_once_with_the_number
     assert numbers[0] < numbers[1]
     assert [*commands(right)] == []
     assert server.server.keeper.ready.index.commands(0) == []  # none of them is for the plan
+
+
+def test_an_input_reaches_its_actor_whose_answer_reaches_only_who_drives_in_their_own_name(serving, act):
+    server = serving()
+    left, right = act(server, "left"), act(server, "right", session="b" * 32, outbox="right")
+    drive, update = (
+        m.Drive("left", "screen/1", 1, 0, "take over", {"x": 0.5}, 1),
+        m.DriverUpdate("screen/1", "", "", 1, 1),
+    )
+
+    def come(link, *kinds):
+        """The next message of these kinds."""
+        found = []
+        until(lambda: found.extend(each for each in [link.receive()] if isinstance(each, kinds)) or found)
+        return found[0]
+
+    with server.link("viewer", "screen") as link, server.link("viewer", "other") as other:
+        link.hello(PATIENCE)
+        other.hello(PATIENCE)
+        link.send(drive)
+        assert come(left.link, m.Drive) == drive
+        for bad, says in ((drive, "called other"), (replace(drive, gripper=2), "gripper is -1, 0 or 1")):
+            other.send(bad)
+            assert says in come(other, m.Failed).text
+        right.link.send(replace(update, text="a lie"))
+        right.link.send(m.Status())
+        come(right.link, m.Status)
+        left.link.send(update)
+        assert come(link, m.DriverUpdate) == update
+        link.send(replace(drive, actor="none"))
+        assert come(link, m.DriverUpdate).text == "this actor is not connected"

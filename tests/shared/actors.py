@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 from serl_client import Outcome
 from serl_client.controller import RandomPolicy
+from serl_client.driving import Drive
 from serl_client.env import Step
 from serl_client.episode import join
 from serl_client.network import Answer
@@ -64,7 +65,7 @@ class FakeClient:
 
     actor, session = "robot", "0123456789abcdef"
     has_room, fault, error, drained, pending, history = True, "", None, True, (0, 0), 1
-    connected, over = True, ""  # whether the learner is there; `next` or `stop`, as said by the operator
+    remote, connected, over = None, True, ""  # whether the learner is there; `next` or `stop`, as said by the operator
 
     def __init__(self, spec, mode="collect", **directive):
         self.spec, self.waited, self.state = spec, 0, SimpleNamespace(step_limit=None, ordinal=3)
@@ -146,6 +147,25 @@ class Keys:
     def poll(self):
         self.looks += 1
         return self.presses.get(self.looks, [])
+
+
+class Desk:
+    """One person at a page: inputs with growing numbers, which have seen all updates so far, or those that one says."""
+
+    def __init__(self, remote, name="page/anna"):
+        self.remote, self.name, self.number, self.seen = remote, name, 0, 0
+
+    def say(self, press="", motion=None, gripper=0, *, seen=None, number=None):
+        self.number += 1
+        seen = self.seen if seen is None else seen
+        self.remote.hear(Drive("arm", self.name, number or self.number, seen, press, motion or {}, gripper))
+
+    def told(self, observation=None):
+        """What has been sent to them since the last call."""
+        self.remote.show(observation)
+        mine = [update for update in self.remote.updates() if update.driver == self.name]
+        self.seen = max([self.seen, *(update.number for update in mine)])
+        return mine
 
 
 class Chunks:

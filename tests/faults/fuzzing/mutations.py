@@ -80,6 +80,8 @@ def _messages() -> list[m.Message]:
         m.Publish("a" * 64, 3, 4), m.Over("no memory"), m.SetAside("e0", "why"),
         m.Archived([1, 2]), m.Sync(0, 0), m.Synced(1, [[1] * 19], [[1, "next", ""]], ["arm"], False),
         m.Command("goto", "practise"), m.Command("ready", "1", actor="arm"), m.Status({"run": "r"}), m.Done(1),
+        m.Drive("arm", "screen", 2, 1, "take over", {"x": -0.5}, 1),
+        m.DriverUpdate("screen", "screen", "", 1, 2, {"observation.images.front": np.zeros((2, 3, 3), np.uint8)}),
         m.Failed("Refused", "no"),
     ]  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 import serl_client.clock as clock
 from serl_client.closing import Closing
 from serl_client.controller import asked
+from serl_client.driving import RemoteDriver
 from serl_client.episode import Record
 from serl_client.errors import ConfigError
 from serl_client.keys import Key
@@ -38,6 +39,7 @@ class TrainerClient(Closing):
     weights_folder: where weights are pulled to, this client's own folder; None: no weights are pulled.
     key: file that lets this actor in (docs/security.md); None: the learner asks for no keys.
     inference_port: of the learner's host as it is reached from here, as by a tunnel; None: the port that it says.
+    remote: whom somebody at the page drives this actor's robot by; None: nobody there may.
 
     A learner that is away, slow or stopped is no error: see `connected` and `pending`. The next call
     raises TrainerError for what cannot be mended: another run, another Spec, a second client of this name, or a bug
@@ -47,7 +49,7 @@ class TrainerClient(Closing):
     def __init__(
         self, address: str, *, actor: str, spec: Spec, outbox: Path, capacity: int = CAPACITY, paced: bool = False,
         has_operator: bool = False, weights_folder: Path | None = None, key: Path | None = None,
-        inference_port: int | None = None,
+        inference_port: int | None = None, remote: RemoteDriver | None = None,
     ) -> None:  # fmt: skip
         self.actor = actor
         own = Key.read(key) if key else None
@@ -56,12 +58,15 @@ class TrainerClient(Closing):
         self._outbox = Outbox(outbox, capacity)
         self._network = Network(
             address, actor=actor, spec=spec, outbox=self._outbox, weights_folder=weights_folder, paced=paced,
-            has_operator=has_operator, key=own, inference_port=inference_port,
+            has_operator=has_operator, key=own, inference_port=inference_port, remote=remote,
         )  # fmt: skip
         self.session = self._network.session  # names this start of the actor
         self._send_queue = self._network.send_queue
         self._news = select.poll()
         self._news.register(self._network.news, select.POLLIN)
+        self.remote = remote
+        if remote:
+            remote.wake = self._network.wake
         self._asked = self._forgotten = 0  # numbers of questions
         self._began = clock.monotonic()
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import serl_client.wire as wire
+from serl_client.driving import Drive, DriverUpdate
 from serl_client.episode import COLUMNS, LostRecord, Outcome, QueuedRecord, Segment, Stamp
 from serl_client.errors import MessageError, VersionMismatch
 from serl_client.names import check_names, cleaned
 from serl_client.spec import Array
 
-PROTOCOL = (16, 16)  # the oldest and the newest version spoken here
+PROTOCOL = (17, 17)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
 WORDS = ("ready", "pause", "resume", "success", "failure", "discard")  # of a Command to an actor
 MAX_EARLIER = 64  # sessions that a Hello names besides its own
@@ -278,20 +279,13 @@ class Failed:
 Message = (
     Hello | Welcome | StateUpdate | Push | Ack | InferenceRequest | InferenceResponse | Heartbeat | Bye | Over
     | WeightsRequest | WeightsChunk | Direct | StepLimit | Publish | Archived | SetAside | Sync | Synced | Command
-    | Status | Done | Failed
+    | Drive | DriverUpdate | Status | Done | Failed
 )  # fmt: skip
 NUMBERED = WeightsRequest | Direct | Publish | Archived | SetAside | Command  # requests whose answer names their number
 TYPES: tuple[type, ...] = Message.__args__
 Part = TypeVar("Part", Segment, Stamp, Outcome, LostRecord)
 PARTS: tuple[type, ...] = (Segment, Stamp, Outcome, LostRecord)  # of a Push's records
 FIELDS = {kind: {f.name: f.type for f in dataclasses.fields(kind) if f.name != "arrays"} for kind in TYPES + PARTS}
-
-
-def _check_size(kind: type, frames: Sequence[wire.Buffer]) -> None:
-    if kind is Heartbeat and len(frames[0]) > MAX_REPORT:
-        raise MessageError(f"a Heartbeat with its report has at most {MAX_REPORT} bytes, not {len(frames[0])}")
-
-
 _BY_NAME = {kind.__name__: kind for kind in TYPES}
 
 
@@ -356,6 +350,11 @@ def _check_version(hello: dict[str, Any]) -> None:
             f"the sides speak different protocols: this client {low}-{high}, this learner {PROTOCOL[0]}-{PROTOCOL[1]}"
             f"{fields}. Install the same version on both: update {older} (`git pull && . examples/install.sh`)"
         )
+
+
+def _check_size(kind: type, frames: Sequence[wire.Buffer]) -> None:
+    if kind is Heartbeat and len(frames[0]) > MAX_REPORT:
+        raise MessageError(f"a Heartbeat with its report has at most {MAX_REPORT} bytes, not {len(frames[0])}")
 
 
 def encode_record(seq: int, record: QueuedRecord) -> list[wire.Buffer]:

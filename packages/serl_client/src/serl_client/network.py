@@ -17,6 +17,7 @@ import zmq
 import serl_client.clock as clock
 import serl_client.messages as m
 from serl_client.connection import SILENCE, Connection, failure, is_local, tcp
+from serl_client.driving import RemoteDriver
 from serl_client.errors import ConfigError, Ended, MessageError, Refused, Replaced, TrainerError, VersionMismatch
 from serl_client.keys import Key
 from serl_client.outbox import Outbox
@@ -73,7 +74,7 @@ class Network(threading.Thread):
 
     def __init__(
         self, address: str, *, actor: str, spec: Spec, outbox: Outbox, weights_folder: Path | None, paced: bool,
-        has_operator: bool, key: Key | None, inference_port: int | None,
+        has_operator: bool, key: Key | None, inference_port: int | None, remote: RemoteDriver | None,
     ) -> None:  # fmt: skip
         super().__init__(name=f"network of {actor}", daemon=True)
         self.session = os.urandom(16).hex()
@@ -95,7 +96,7 @@ class Network(threading.Thread):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._actor, self._robot, self._outbox = actor, spec, outbox
         self._paced, self._has_operator = paced, has_operator
-        self._key, self._inference_port = key, inference_port
+        self._key, self._inference_port, self.remote = key, inference_port, remote
         self.server = Connection(address, self._greeting(), key)
         self._inference: Connection | None = None
         self._asked: deque[tuple[int, int]] = deque(maxlen=64)  # (number, step) of the questions that were sent
@@ -108,7 +109,7 @@ class Network(threading.Thread):
             m.Welcome: self._welcomed, m.StateUpdate: self._noticed, m.Ack: self._acknowledged,
             m.InferenceResponse: self._answered,
             m.WeightsChunk: self._weights_came, m.Done: self._done, m.Failed: self._failed,
-            m.Command: self._heard,
+            m.Command: self._heard, m.Drive: self._driven,
         }  # fmt: skip
 
     def wake(self) -> None:
@@ -260,6 +261,7 @@ class Network(threading.Thread):
                     return
                 pulls = self.weights.requests() if self.weights else ()
                 self._send_all(dataclasses.replace(pull, request=PULL) for pull in pulls)
+                self._send_all(self.remote.updates() if self.remote else ())
         except OSError as error:
             self._disk_failed(error)
         if self.server.connected and self.commands and not self._commanded:
@@ -366,6 +368,10 @@ class Network(threading.Thread):
     def _heard(self, word: m.Command) -> None:
         self.words.append(word)
         self._tell()
+
+    def _driven(self, drive: m.Drive) -> None:
+        if self.remote:
+            self.remote.hear(drive)
 
     def _failed(self, failed: m.Failed) -> None:
         if failed.final:

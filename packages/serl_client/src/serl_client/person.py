@@ -3,6 +3,8 @@
 from typing import Protocol
 
 from serl_client.client import TrainerClient
+from serl_client.driving import PAUSED
+from serl_client.env import Observation
 from serl_client.episode import Outcome
 from serl_client.messages import Command
 from serl_client.status import ActorStatus, SuccessCounter
@@ -44,6 +46,7 @@ class Person:
         self._pauses_here = self._pauses_elsewhere = False
         self.verdict = ""
         self._operator, self._client, self._status = operator, client, status
+        status.remote = "" if client.remote else None
         self._latest = ""  # the episode that ended last: a verdict between two episodes is about it
         self._successes = SuccessCounter(status)
 
@@ -52,8 +55,11 @@ class Person:
         """Whether somebody has paused the robot. A person beside it lifts any pause, one elsewhere only their own."""
         return self._pauses_here or self._pauses_elsewhere
 
-    def listen(self) -> None:
-        """Read what was said since the last call. Events that the loop does not know go to the learner as commands."""
+    def listen(self, seen: Observation | None = None) -> None:
+        """Read what was said since the last call. Events that the loop does not know go to the learner as commands.
+
+        seen: the newest observation, for whoever drives from the page.
+        """
         for event in self._operator.poll() if self._operator else ():
             if event in ("pause", "halt"):
                 self._pauses_here = event == "halt" or not self.is_paused
@@ -68,6 +74,10 @@ class Person:
                 self._client.command(event)
         for word in self._client.words():
             self._status.heard = f"{word.request}{'' if self._takes(word) else ' late'}"
+        if remote := self._client.remote:
+            remote.hindrance = PAUSED if self.is_paused else ""
+            remote.show(seen)
+            self._status.remote = remote.holder
 
     def _takes(self, word: Command) -> bool:
         """Do what an operator says from elsewhere; return False if it is about something that is over, or if a person

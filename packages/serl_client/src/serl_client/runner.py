@@ -181,7 +181,7 @@ class _Actor:
             seed, teleop=mode == "teleop", intervene=mode == "collect" and self._directive.get("intervene", False)
         )
         began, observed, warning = clock.monotonic(), self._observed(), self._status.warning
-        self._person.listen()
+        self._person.listen(observation)
         self._person.judge_latest()
         if bad := recorder.limits.broken({**observation, "time": observed}):
             self._status.warn(f"{bad} after the reset; {recorder.episode} does not begin")
@@ -241,7 +241,7 @@ class _Actor:
         episode.intervened += step.intervened
         self._status.driver = "HUMAN" if step.intervened else "POLICY" if is_policys else "WAITING"
         self._count(sent)
-        self._person.listen()
+        self._person.listen(step.observation)
         self._close(episode)
 
     def _hand_over(self, episode: EpisodeState, is_human: bool) -> None:

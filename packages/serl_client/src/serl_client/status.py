@@ -33,6 +33,7 @@ class ActorStatus:
     # Successes / episodes among the latest judged ones. Demonstrations count in neither.
     assisted: str = "0/0"  # the operator took over
     unassisted: str = "0/0"  # the policy drove every step
+    remote: str | None = None  # who drives from the page; "": nobody; None: nobody there can
     warning: str = ""
     question: int = 0  # number of the latest question to a person; `ready` from elsewhere names it
     heard: str = ""  # number of the latest Command to this actor, and `late` if it was about something that is over
