@@ -31,6 +31,7 @@ from serl_launcher.config import cameras, saved
 from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import FINISH_S, recorded, wanted
 from serl_launcher.error_log import ERRORS, first_line, write_traceback
+from serl_launcher.page import certificate
 from serl_launcher.report import begun, page
 from serl_launcher.service.access import AllowList, check_address
 from serl_launcher.service.link import report_end
@@ -75,6 +76,8 @@ def launch(config: DictConfig, words: Sequence[str] = ()) -> int:
     group_of(config.share)
     check_address(tcp(config.host, config.port), config["keys"])
     check_address(tcp(config.bridge.host, config.bridge.port), config["keys"], "bridge.host")
+    if config.page is not None:
+        certificate.opened(**certificate.wanted(config))
     run_dir = writable(Path(str(config.run_dir)))
     with _lock(run_dir) as lock, socket_folder() as sockets:
         check_ports(config)
@@ -200,7 +203,7 @@ def writable(folder: Path) -> Path:
 def check_ports(config: DictConfig) -> None:
     """Raise ConfigError for a port that another program has, or that is said twice."""
     taken: dict[int, str] = {}
-    hosts = {"bridge.port": config.bridge.host, "page": "127.0.0.1"}
+    hosts = {"bridge.port": config.bridge.host, "page": config.page_host}
     for name in ("port", "inference_port", "live", *hosts):
         host, port = hosts.get(name, config.host), OmegaConf.select(config, name)
         if port is None:

@@ -6,6 +6,7 @@ tools/keys.py list                                     who has one, and who is r
 tools/keys.py revoke NAME                              it is refused from its next message on, for good
 tools/keys.py unban NAME                                it is banned for its bad messages: let it in at once
 tools/keys.py api NAME                                  its Api-Key, for a client of openpi (docs/openpi.md)
+tools/keys.py page NAME --role operator|viewer          a key for the page in a browser alone (docs/page.md)
 
 --keys KEYS is the folder (default: keys). An actor appends records and asks for actions; an operator may steer the
 plan and label any episode besides; a viewer sees the status. See docs/security.md.
@@ -31,14 +32,15 @@ RESERVED = "server"
 @in_one_sentence()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("make", "list", "revoke", "unban", "api"))
+    parser.add_argument("what", choices=("make", "list", "revoke", "unban", "api", "page"))
     parser.add_argument("name", nargs="?")
     parser.add_argument("--role", choices=ROLES)
     parser.add_argument("--keys", type=Path, default=Path("keys"))
     options = parser.parse_args()
-    if (options.what == "list") != (options.name is None) or (options.what == "make") != (options.role is not None):
-        parser.error("make NAME --role ROLE, list, revoke NAME, unban NAME or api NAME")
-    with locked(options.keys, options.what == "make"):
+    is_new = options.what in ("make", "page")
+    if (options.what == "list") != (options.name is None) or is_new != (options.role is not None):
+        parser.error("make NAME --role ROLE, page NAME --role ROLE, list, revoke NAME, unban NAME or api NAME")
+    with locked(options.keys, is_new):
         print(act(options.what, options.keys, options.name, options.role))
 
 
@@ -46,6 +48,8 @@ def act(what: str, folder: Path, name: str, role: str) -> str:
     """Do it; returns what to say."""
     if what == "make":
         return make(folder, name, role)
+    if what == "page":
+        return page(folder, name, role)
     if what == "list":
         return listed(AllowList(folder))
     if what == "api":
@@ -74,18 +78,39 @@ def locked(folder: Path, is_new: bool) -> Iterator[None]:
 
 def make(folder: Path, name: str, role: str) -> str:
     """A new key, known to the learner at once."""
+    allowed, public, secret = new(folder, name)
+    file = folder / f"{name}.key"
+    Key(name, role, public, secret, allowed.public).write(file)
+    admit(allowed, name, role, public)
+    return f"{file} is the key of {name}, {role}: move it to that machine (scp -p), and keep no copy"
+
+
+def page(folder: Path, name: str, role: str) -> str:
+    """A new key that opens the page alone: nobody keeps what it would open other doors with."""
+    if role == "actor":
+        raise ConfigError("a key for the page has --role operator, which gives orders, or --role viewer")
+    allowed, public, _ = new(folder, name)
+    admit(allowed, name, role, public)
+    token = allowed.api_key(name, "page")
+    return (
+        f"{name}, {role}: open the link that the learner prints, with this behind its # instead: {token}\n"
+        f"It is good until `tools/keys.py revoke {name}`. Nothing keeps it: it is not shown again"
+    )
+
+
+def new(folder: Path, name: str) -> tuple[AllowList, str, str]:
+    """(allow list, public, secret) of a key that nobody has yet."""
     if not NAME.fullmatch(name) or name == RESERVED:
         raise ConfigError(f"a name has letters, digits, dots, dashes and underscores, and is not {RESERVED}: {name!r}")
     allowed = AllowList(folder)
-    entries = allowed.entries()
-    if any(entry["name"] == name and entry["role"] in ROLES for entry in entries):
+    if any(entry["name"] == name and entry["role"] in ROLES for entry in allowed.entries()):
         raise ConfigError(f"there is a key {name} already: revoke it first, or take another name")
-    public, secret = pair()
-    file = folder / f"{name}.key"
-    Key(name, role, public, secret, allowed.public).write(file)
-    allowed.put([*entries, {"name": name, "role": role, "public": public}])
-    (folder / f"{name}.banned").unlink(missing_ok=True)  # which was of an earlier key
-    return f"{file} is the key of {name}, {role}: move it to that machine (scp -p), and keep no copy"
+    return allowed, *pair()
+
+
+def admit(allowed: AllowList, name: str, role: str, public: str) -> None:
+    allowed.put([*allowed.entries(), {"name": name, "role": role, "public": public}])
+    (allowed.folder / f"{name}.banned").unlink(missing_ok=True)  # which was of an earlier key
 
 
 def pair() -> tuple[str, str]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Shows a run in a browser on this machine, and takes an operator's orders: docs/page.md.
+"""Shows a run in a browser, and takes an operator's orders: docs/page.md.
 
-tools/page.py RUN [--port PORT]
+tools/page.py RUN [--port PORT] [--host HOST --keys KEYS [--certificate FILE]]
 
 For a run whose learner was started without page=PORT; also for one whose learner does not run any more, to look only.
 Ctrl-C ends the page, and nothing else.
@@ -26,6 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, on this machine")
     parser.add_argument("--port", type=int, default=8088)
+    parser.add_argument("--host", default="127.0.0.1", help="as page_host=HOST at a learner")
+    parser.add_argument("--keys", type=Path, help="the folder of keys, which another host than loopback needs")
+    parser.add_argument("--certificate", type=Path, metavar="FILE", help="as page_certificate=FILE at a learner")
     options = parser.parse_args()
     run_dir = options.run.resolve()
     if not (run_dir / "config.yaml").is_file():
@@ -33,7 +36,9 @@ def main() -> None:
     keep_private(is_shared(run_dir))
     here = next((folder for folder, its in learners() if its == run_dir), None)
     os.nice(19)
-    asyncio.run(Page(run_dir, f"ipc://{here / SERVER}" if here else "").run(options.port, signal.SIGTERM))
+    doors = {"host": options.host, "keys": options.keys, "certificate": options.certificate}
+    page = Page(run_dir, f"ipc://{here / SERVER}" if here else "", **doors)
+    asyncio.run(page.run(options.port, signal.SIGTERM))
 
 
 if __name__ == "__main__":

@@ -10,21 +10,26 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from serl_client import clock
+from serl_client.errors import MessageError
 from websockets.asyncio.server import ServerConnection
 from websockets.datastructures import Headers
 from websockets.http11 import Request, Response
 
+from serl_launcher.page.certificate import opened
+from serl_launcher.service.access import AllowList, RefusalCount
+from serl_launcher.service.peers import KeyOwner
 from serl_launcher.store.files import replaced
 
 LIFE_S = 12 * 3600.0  # seconds that a link is good for
 ROLES = ("operator", "viewer")
-HOST = "127.0.0.1"  # where the page listens: nobody but this machine reaches it
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # with any port, because `ssh -L` may give another one
 FILES = {  # path: (file of this folder, its type); there is no other path
     "/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript"),
     "/drive.js": ("drive.js", "text/javascript"),
+    "/stream.js": ("stream.js", "text/javascript"),
 }  # fmt: skip
-SOCKET = "/socket"
+SOCKET, STREAM, SAY = "/socket", "/stream", "/say"  # a websocket; what stands in for one: what is told, what is said
+ICONS = ("/favicon", "/apple-touch-icon")  # what browsers ask for by themselves: there is none
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src blob:; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -35,6 +40,14 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin", "Cross-Origin-Opener-Policy": "same-origin",
 }  # fmt: skip
+
+
+class NotLetIn(MessageError):
+    """A connection without a token that is good now, or without a place. reason: under which it is counted."""
+
+    def __init__(self, text: str, reason: str = "token") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class Tokens:
@@ -72,30 +85,65 @@ def _hashed(token: str) -> str:
     return hashlib.sha256(token.encode(errors="replace")).hexdigest()
 
 
-def knock(connection: ServerConnection, request: Request) -> Response | None:
-    """Answer a request for a file, and refuse what comes from elsewhere; None: it may open the websocket.
+class Door:
+    """Lets in, or refuses and counts. host, keys, certificate: as certificate.opened takes them, and raises.
 
-    A browser names in Host what its address bar shows, and in Origin the page that asks. So a name that somebody else
-    has pointed at loopback (DNS rebinding) and a page of another site are refused before they could say a token.
+    The folder of keys is that of tools/keys.py: its keys for the page are good until they are revoked.
     """
-    hosts = request.headers.get_all("Host")
-    if len(hosts) != 1 or _name(hosts[0]) not in LOOPBACK:
-        return answered(http.HTTPStatus.FORBIDDEN, b"this page answers to localhost alone: ssh -L brings it elsewhere")
-    path = request.path.partition("?")[0]
-    if path == SOCKET:
-        if request.headers.get_all("Origin") == [f"http://{hosts[0]}"]:
-            return None
-        return answered(http.HTTPStatus.FORBIDDEN, b"a page of another site may not connect")
-    if path not in FILES:
-        return answered(http.HTTPStatus.NOT_FOUND, b"there is no such page")
-    file, kind = FILES[path]
-    return answered(http.HTTPStatus.OK, resources.files("serl_launcher.page").joinpath(file).read_bytes(), kind)
+
+    def __init__(self, tokens: Tokens, host: str, keys: Path | None, certificate: Path | None) -> None:
+        self.host, self.tokens, self.refusals = host, tokens, RefusalCount()
+        self._named = AllowList(keys) if keys else None
+        self.certificate = opened(host, keys, certificate)
+        self.scheme = "https" if self.certificate else "http"
+
+    def owner(self, token: str) -> KeyOwner | None:
+        """Return whose token or key this is, with a role of ROLES; None: it is not good, or not any more."""
+        if role := self.tokens.role(token):
+            return KeyOwner(f"the {role}'s link", role)  # no name of a key holds a space
+        owner = self._named.bearer(token, "page") if self._named else None
+        return owner if owner and owner.role in ROLES else None
+
+    def knock(self, connection: ServerConnection, request: Request) -> Response | None:
+        """Answer a request for a file, and refuse what comes from elsewhere; None: it may talk.
+
+        A browser names in Host what its address bar shows, and in Origin the page that asks. So a name that somebody
+        else has pointed at this machine (DNS rebinding) and a page of another site are refused before they could say
+        a token.
+        """
+        hosts, path = request.headers.get_all("Host"), request.path.partition("?")[0]
+        names = (*LOOPBACK, *(self.certificate.names if self.certificate else ()))
+        if len(hosts) != 1 or not _is_among(_name(hosts[0]), (*names, str(connection.local_address[0]))):
+            text = f"this page answers to {', '.join(names)}: open one of these, or come by ssh -L (docs/page.md)"
+            return self._refuse("host", text)
+        if path in (SOCKET, STREAM, SAY):
+            return None if self._is_own(request, hosts[0]) else self._refuse("origin", "another site may not connect")
+        if path not in FILES:
+            no_page = answered(http.HTTPStatus.NOT_FOUND, b"there is no such page")
+            return no_page if path.startswith(ICONS) else self._refuse("path", "there is no such page", no_page)
+        file, kind = FILES[path]
+        return answered(http.HTTPStatus.OK, resources.files("serl_launcher.page").joinpath(file).read_bytes(), kind)
+
+    def _is_own(self, request: Request, host: str) -> bool:
+        """Return whether it is this page that asks. Of an EventSource a browser names no Origin, but says the same."""
+        if request.path == STREAM and not request.headers.get_all("Origin"):
+            return request.headers.get_all("Sec-Fetch-Site") == ["same-origin"]
+        return request.headers.get_all("Origin") == [f"{self.scheme}://{host}"]
+
+    def _refuse(self, reason: str, text: str, answer: Response | None = None) -> Response:
+        self.refusals.add(reason, f"a browser: {text}")
+        return answer or answered(http.HTTPStatus.FORBIDDEN, text.encode())
 
 
 def answered(status: http.HTTPStatus, body: bytes, kind: str = "text/plain") -> Response:
     """Return a whole answer, after which the connection closes."""
     own = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body)), "Connection": "close"}
     return Response(status, status.phrase, Headers({**HEADERS, **own}), body)
+
+
+def _is_among(name: str, names: tuple[str, ...]) -> bool:
+    """Return whether a name is one of these, of which `*.lab.example` stands for a.lab.example alone."""
+    return bool(name) and (name in names or "*." + name.partition(".")[2] in names)
 
 
 def _name(host: str) -> str:

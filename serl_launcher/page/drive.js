@@ -1,5 +1,7 @@
 // Driving an arm, hold to move: keys, pads and a gamepad, over a socket of its own, so that nothing delays an input.
 // The actor decides who drives; whatever ends here, also a closed tab, it takes for hands off, and the arm holds.
+import { dial } from "/stream.js";
+
 const AWAY = "Hands off, because this page lost the focus: the arm holds";
 const INPUT_MS = 50, LATE_S = 1, DEAD = 0.15, PULLED = 0.6;
 const PADS = { // label: [entry, direction, key]
@@ -45,7 +47,7 @@ function build(card) {
 
 function take(card) {
   if (wheel) return;
-  const socket = new WebSocket(`ws://${location.host}/socket`), actor = card.dataset.key;
+  const socket = dial(), actor = card.dataset.key;
   socket.binaryType = "arraybuffer";
   const begun = { number: 0, seen: 0, frame: 0, heard: Date.now(), press: "take over", asked: new Map(), next: 0 };
   wheel = { socket, actor, card, ...begun };

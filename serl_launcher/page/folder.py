@@ -52,9 +52,11 @@ class RunFolder:
 
     def __init__(self, run_dir: Path, local: str) -> None:
         self.run_dir, self.local = run_dir, local
+        self.refusals: Mapping[str, int] = {}  # what the page's door counts, by reason, on another thread
         self._link: Connection | None = None
         self._reader = RunReader(run_dir)
         self._facts: tuple[float, Facts] | None = None
+        self._told: tuple[float, Mapping[str, Any], str] | None = None
         self._opened: tuple[Any, Index, Images] | None = None
         self._frames: dict[tuple[str, str], tuple[float, bytes | None]] = {}
 
@@ -82,7 +84,7 @@ class RunFolder:
         ]
         return {
             "run": self.run_dir.name, "banner": _banner(report, trainer, actors, trouble), "actors": actors,
-            "phase": report["directive"].get("phase", ""), "numbers": _numbers(facts),
+            "phase": report["directive"].get("phase", ""), "numbers": _numbers(facts, dict(self.refusals)),
             "plan": [_step(phase, str(trainer.get("left", ""))) for phase in facts.phases],
             "warnings": [*_warnings(report, actors), *facts.warnings], "alive": not trouble,
             "held": trainer.get("waits_for") == HELD, "sources": [*facts.sources], "downloads": downloads.FORMATS,
@@ -144,6 +146,13 @@ class RunFolder:
         return self._facts[1]
 
     def _status(self) -> tuple[Mapping[str, Any], str]:
+        """Return what `_ask` does; the same for FRAME_S seconds, whoever looks: a server answers so many a second."""
+        if self._told is None or clock.monotonic() > self._told[0] + FRAME_S:
+            told = self._ask()
+            self._told = clock.monotonic(), *told
+        return self._told[1:]
+
+    def _ask(self) -> tuple[Mapping[str, Any], str]:
         """Return the server's status, and why there is none: then it is an empty one."""
         if not self.local:
             return EMPTY, "No learner runs. What is shown is what it left"
@@ -206,7 +215,7 @@ def _actor(client: Mapping[str, Any], newest: Episode | None, images: Images | N
     }  # fmt: skip
 
 
-def _numbers(facts: Facts) -> list[dict[str, str]]:
+def _numbers(facts: Facts, refusals: Mapping[str, int]) -> list[dict[str, str]]:
     """Return [{name, value, text}]: numbers with their units, and a sentence that explains each."""
     told = f"of the last {RECENT} judged episodes; between the brackets its 95 % interval"
     rate, version = facts.updates_per_s, facts.weights.get("version", 0)
@@ -226,6 +235,9 @@ def _numbers(facts: Facts) -> list[dict[str, str]]:
         "weights": (f"version {version}{age}", "The newest weights of the policy, which actors use."),
         "free disk": (f"{facts.free_bytes / 1e9:,.1f} GB", "Room that is left where the run's folder lies."),
     }
+    if refusals:
+        why = ", ".join(f"{reason}: {count:,}" for reason, count in refusals.items())
+        numbers["refused"] = (f"{sum(refusals.values()):,}", f"What this page refused since it began. {why}.")
     return [{"name": name, "value": value, "text": text} for name, (value, text) in numbers.items()]
 
 

@@ -1,5 +1,7 @@
 // The operator's page. It asks, and shows what it is answered. What comes from elsewhere becomes text, never markup.
 import { steer } from "/drive.js";
+import { dial } from "/stream.js";
+
 const at = (id) => document.getElementById(id);
 const LOST_S = 25, FRAME_MS = 100, MANY = 4, FILTERS = ["which", "source", "actor"];
 const ORDERS = { pause: "Pause", resume: "Resume", next: "Next", stop: "Stop" };
@@ -20,7 +22,7 @@ let socket = null, role = "", number = 0, state = null, chosen = "", most = 12;
 const asked = new Map();
 
 function opened() {
-  const made = new WebSocket(`ws://${location.host}/socket`);
+  const made = dial();
   made.binaryType = "arraybuffer";
   made.onopen = () => made.send(JSON.stringify({ token: sessionStorage.getItem("token") ?? "" }));
   return made;
@@ -135,7 +137,7 @@ async function show() {
   try {
     state = await ask({ ask: "state" });
   } catch (error) {
-    return banner({ word: "IDLE", who: "", text: error.message });
+    return role && banner({ word: "IDLE", who: "", text: error.message }); // else the banner says why it is over
   }
   banner(state.banner);
   at("run").textContent = state.run;

@@ -1,4 +1,4 @@
-"""Runs the page's process: a web server on loopback. A browser asks, and is answered; nobody looks, nothing is done.
+"""Runs the page's process: a web server. A browser asks, and is answered; nobody looks, nothing is done.
 
 What is read and what is ordered runs on two threads of its own, so that neither waits for the other, and the process
 has the lowest priority: server, trainer and actors never wait for it.
@@ -11,16 +11,17 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig
 from serl_client.console import log_as, throttled
 from serl_client.errors import ConfigError, MessageError, RetakeError
+from serl_client.names import MAX_NAME, is_name
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import CloseCode
@@ -28,28 +29,42 @@ from websockets.http11 import Request, Response
 
 from serl_launcher.error_log import first_line
 from serl_launcher.page import door, downloads, orders
+from serl_launcher.page.certificate import wanted
+from serl_launcher.page.doorstep import REQUEST_S, SILENT, UNREAD_S, Caller, Doorstep
 from serl_launcher.page.drivers import Drivers
 from serl_launcher.page.folder import RunFolder
+from serl_launcher.page.links import links
+from serl_launcher.page.stream import CLOSE_S, NAME, Stream
+from serl_launcher.service.peers import KeyOwner
 from serl_launcher.supervisor import END
 
 log = throttled(__name__)
 
-CONNECTIONS = 64  # pages that are open at once, with those that have not said their token
 TOKEN_S = 5.0  # seconds that a new connection may take to say its token
+REVOKED_S = 1.0  # seconds after which a page that asks nothing ends with its token, too
 LONGEST = 4096  # bytes of a question
 GUEST = 8  # hexadecimal digits of a connection's random number, which name whoever drives by it
+OVER = "this link is over: a new one stands on the learner's screen"
+BROKEN = CloseCode.MESSAGE_TOO_BIG, CloseCode.PROTOCOL_ERROR, CloseCode.INVALID_DATA  # with which websockets closes
 
 
 class Page:
     """Serves the page of one run. local: the learner's own address; empty: no learner runs."""
 
-    def __init__(self, run_dir: Path, local: str) -> None:
+    def __init__(
+        self, run_dir: Path, local: str, *,
+        host: str = "127.0.0.1", keys: Path | None = None, certificate: Path | None = None,
+    ) -> None:  # fmt: skip
+        """host, keys, certificate: as certificate.opened takes them, and raises."""
         self.tokens = door.Tokens(run_dir / "page.tokens")
+        self.door = door.Door(self.tokens, host, keys, certificate)
         self._run_dir, self._local = run_dir, local
         self._folder, self._drivers = RunFolder(run_dir, local), Drivers(local)
+        self._folder.refusals = self.door.refusals.counts
         self._reader, self._clerk = (ThreadPoolExecutor(1, name) for name in ("reader", "orders"))
-        self._guests: set[ServerConnection] = set()  # whose token is good
-        self._open = 0
+        self._guests: dict[ServerConnection | Stream, str] = {}  # their tokens, which were good
+        self._streams: dict[str, Stream] = {}  # by their names
+        self._doorstep: Doorstep  # while it serves
         self._answers: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "state": lambda _: self._folder.state(), "curves": lambda _: self._folder.curves(),
             "episodes": lambda ask: self._folder.episodes(*(_text(ask, name) for name in ("which", "source", "actor"))),
@@ -64,7 +79,8 @@ class Page:
         async with self.served(port):
             begun()
             while not stopped.is_set():
-                self._print_links(port)
+                sys.stdout.write(links(self.door, port))
+                sys.stdout.flush()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(stopped.wait(), door.LIFE_S)
         self.close()
@@ -76,81 +92,95 @@ class Page:
         for pool in (self._reader, self._clerk):
             pool.shutdown()
 
-    def served(self, port: int) -> Any:
-        """Return the web server as an asynchronous context. Raises ConfigError in it for a port in use."""
-        silent = logging.Logger("page", logging.CRITICAL + 1)  # else what a stranger sends would fill the log
-        return _Listening(serve(
-            self._serve, door.HOST, port, process_request=self._knock, compression=None, max_size=LONGEST, max_queue=4,
-            open_timeout=TOKEN_S, close_timeout=1.0, server_header=None, logger=silent,
-        ), port)  # fmt: skip
+    @asynccontextmanager
+    async def served(self, port: int) -> AsyncIterator[None]:
+        """Serve within this context. Raises ConfigError for a port in use."""
+        self._doorstep = Doorstep(self.door.host, port, self.door.refusals)
+        made = cast("type[ServerConnection]", partial(Caller, self.door.refusals))
+        certificate = self.door.certificate
+        tls: dict[str, Any] = {"ssl": certificate.context, "ssl_handshake_timeout": REQUEST_S} if certificate else {}
+        async with serve(
+            self._serve, sock=self._doorstep, process_request=self._knock, compression=None, max_size=LONGEST,
+            max_queue=4, open_timeout=None, ping_timeout=UNREAD_S, close_timeout=CLOSE_S, server_header=None,
+            logger=SILENT, create_connection=made, **tls,
+        ):  # fmt: skip
+            watch = asyncio.create_task(self._end_revoked())
+            try:
+                yield
+            finally:
+                watch.cancel()
+                self._doorstep.shut()
 
-    def _print_links(self, port: int) -> None:
-        """Print the links, and only here: whoever has one gives orders, or looks, for LIFE_S."""
-        hours = round(door.LIFE_S / 3600)
-        for role, what in (("operator", "the page of this run, for an operator"), ("viewer", "to look only")):
-            sys.stdout.write(f"{what}, for {hours} h: http://localhost:{port}/#{self.tokens.make(role)}\n")
-        sys.stdout.write(f"from another machine: ssh -L {port}:localhost:{port} HOST there, then the same link\n")
-        sys.stdout.flush()
+    async def _knock(self, connection: ServerConnection, request: Request) -> Response | None:
+        """Answer a request; None: it becomes a websocket."""
+        if (answer := self.door.knock(connection, request)) is not None:
+            return answer
+        if request.path == door.SAY:
+            stream = self._streams.get("".join(request.headers.get_all(NAME)))
+            status = stream.hear(request, LONGEST) if stream else http.HTTPStatus.NOT_FOUND
+            return door.answered(status, status.phrase.encode())
+        if request.path == door.STREAM:
+            stream = Stream(connection)
+            self._streams[stream.name] = stream
+            try:
+                await self._serve(stream)
+            finally:
+                del self._streams[stream.name]
+            await connection.wait_closed()
+        return None
 
-    def _knock(self, connection: ServerConnection, request: Request) -> Response | None:
-        answer = door.knock(connection, request)
-        if answer is None and self._open >= CONNECTIONS:
-            return door.answered(http.HTTPStatus.SERVICE_UNAVAILABLE, b"too many pages are open")
-        return answer
-
-    async def _serve(self, connection: ServerConnection) -> None:
-        self._open += 1
+    async def _serve(self, connection: ServerConnection | Stream) -> None:
         try:
             token = await self._admit(connection)
             async for text in connection:
-                if (role := self.tokens.role(token)) is None:
-                    raise MessageError("this link is over: a new one stands on the learner's screen")
-                await connection.send(await self._answer(_read(text), role, connection.id.hex[:GUEST]))
+                if (owner := self.door.owner(token)) is None:
+                    raise door.NotLetIn(OVER)
+                await connection.send(await self._answer(_read(text), owner, connection.id.hex[:GUEST]))
         except MessageError as error:
+            self.door.refusals.add(getattr(error, "reason", "bad message"), f"a browser: {error}")
             with suppress(ConnectionClosed):
-                await connection.close(CloseCode.POLICY_VIOLATION, str(error))
-        except ConnectionClosed:
-            pass
+                await connection.close(CloseCode.POLICY_VIOLATION, _short(str(error)))
+        except ConnectionClosed as closed:
+            if closed.sent is not None and closed.sent.code in BROKEN:
+                self.door.refusals.add("bad message", f"a browser: {closed.sent.reason}")
         finally:
-            self._open -= 1
-            self._guests.discard(connection)
+            self._doorstep.leave(connection.remote_address)
             self._drivers.leave(connection.id.hex[:GUEST])
-            if not self._guests:
+            if self._guests.pop(connection, None) and not self._guests:
                 self._reader.submit(self._folder.close)
 
-    async def _admit(self, connection: ServerConnection) -> str:
+    async def _admit(self, connection: ServerConnection | Stream) -> str:
         """Return the token that the first message says. Raises MessageError for one that is not good."""
         try:
             async with asyncio.timeout(TOKEN_S):
                 token = _text(_read(await connection.recv()), "token")
         except TimeoutError:
-            raise MessageError("no token came") from None
-        if (role := self.tokens.role(token)) is None:
-            raise MessageError("this link is not good, or over: take the newest one from the learner's screen")
-        self._guests.add(connection)
-        await connection.send(json.dumps({"role": role, "run": self._run_dir.name}))
+            raise door.NotLetIn("no token came") from None
+        if (owner := self.door.owner(token)) is None:
+            raise door.NotLetIn("this link is not good, or over: take the newest one from the learner's screen")
+        if not self._doorstep.welcome(connection.remote_address, owner.name):
+            raise door.NotLetIn("too many pages are open: close one", "too many connections")
+        self._guests[connection] = token
+        await connection.send(json.dumps({"role": owner.role, "run": self._run_dir.name}))
         return token
 
-    async def _answer(self, ask: Mapping[str, Any], role: str, guest: str) -> str | bytes:
+    async def _end_revoked(self) -> None:
+        """End the pages whose token is over, also of those who ask nothing."""
+        while True:
+            await asyncio.sleep(REVOKED_S)
+            over = [page for page, token in self._guests.items() if self.door.owner(token) is None]
+            for page in over:  # also of one that reads nothing
+                asyncio.get_running_loop().call_later(CLOSE_S, page.transport.abort)
+            ends = (page.close(CloseCode.POLICY_VIOLATION, OVER) for page in over)
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _answer(self, ask: Mapping[str, Any], owner: KeyOwner, guest: str) -> str | bytes:
         """Return the answer to one question: JSON, or the number of the question, 4 bytes, and a JPEG."""
         number, kind = ask.get("id"), _text(ask, "ask")
         if not isinstance(number, int) or not 0 <= number < 1 << 31:
             raise MessageError("each question has a number")
         try:
-            if kind == "order":
-                answer: Any = await self._order(ask, role)
-            elif kind == "download":
-                self._check_operator(role)
-                answer = await downloads.made(self._run_dir, _text(ask, "episode"), _text(ask, "format"))
-            elif kind == "drive":
-                self._check_operator(role)
-                answer = self._drivers.drive(guest, ask)
-            elif kind == "preview":
-                answer = self._drivers.image(guest, _text(ask, "camera"))
-            elif kind in self._answers:
-                answer = await self._read(lambda: self._answers[kind](ask))
-            else:
-                raise MessageError(f"nothing answers {kind[:40]!r}")
+            answer = await self._answer_to(kind, ask, owner, guest)
             if isinstance(answer, bytes):
                 return number.to_bytes(4, "big") + answer
             return json.dumps({"id": number, "answer": answer}, allow_nan=False)
@@ -162,41 +192,44 @@ class Page:
             log.exception("the page cannot answer %s", kind)
             return json.dumps({"id": number, "error": f"the page cannot tell: {first_line(error)}"})
 
-    async def _order(self, ask: Mapping[str, Any], role: str) -> str:
-        """Carry out an order. Raises what says why it was not, or may not have been."""
+    async def _answer_to(self, kind: str, ask: Mapping[str, Any], owner: KeyOwner, guest: str) -> Any:
+        if kind == "order":
+            return await self._order(ask, owner)
+        if kind == "download":
+            self._check_operator(owner.role)
+            return await downloads.made(self._run_dir, _text(ask, "episode"), _text(ask, "format"))
+        if kind == "drive":
+            self._check_operator(owner.role)
+            return self._drivers.drive(guest, ask)
+        if kind == "preview":
+            return self._drivers.image(guest, _text(ask, "camera"))
+        if kind in self._answers:
+            return await self._read(lambda: self._answers[kind](ask))
+        raise MessageError(f"nothing answers {kind[:40]!r}")
+
+    async def _order(self, ask: Mapping[str, Any], owner: KeyOwner) -> str:
+        """Carry out an order, and log whose it was. Raises what says why it was not, or may not have been."""
         order, about, actor = (_text(ask, name) for name in ("order", "about", "actor"))
-        self._check_operator(role)
+        self._check_operator(owner.role)
         if order in orders.VERDICTS and not actor and not await self._read(lambda: self._folder.has(about)):
             raise ConfigError(f"there is no episode {about[:80]!r} in this run")
         loop = asyncio.get_running_loop()
         carry_out = partial(orders.carry_out, self._run_dir, self._local, order, about, actor)
-        done = await loop.run_in_executor(self._clerk, carry_out)
-        log.info("the page says: %s", done)
+        try:
+            done = await loop.run_in_executor(self._clerk, carry_out)
+        except RetakeError as error:
+            log.info("%s: %s is not done, or lost: %s", owner.name, order, error)
+            raise
+        log.info("%s: %s", owner.name, done)
         return done
 
     def _check_operator(self, role: str) -> None:
         if role != "operator":
+            self.door.refusals.add("role", "a link, or a key, that is to look only")
             raise ConfigError("this link is to look only: an operator's one stands on the learner's screen, too")
 
     async def _read(self, what: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._reader, what)
-
-
-class _Listening:
-    """The web server as a context that says in a sentence why it cannot listen."""
-
-    def __init__(self, server: Any, port: int) -> None:
-        self._server, self._port = server, port
-
-    async def __aenter__(self) -> Any:
-        try:
-            return await self._server.__aenter__()
-        except (OSError, OverflowError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ConfigError(f"page={self._port}: it cannot listen there ({why}): choose another port") from None
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._server.__aexit__(*error)
 
 
 def _read(text: str | bytes) -> Mapping[str, Any]:
@@ -211,13 +244,19 @@ def _read(text: str | bytes) -> Mapping[str, Any]:
 
 
 def _text(ask: Mapping[str, Any], name: str) -> str:
-    if not isinstance(value := ask.get(name, ""), str):
-        raise MessageError(f"{name} is a text")
+    if not is_name(value := ask.get(name, "")):
+        raise MessageError(f"{name} is a text of at most {MAX_NAME} characters that are shown")
     return value
+
+
+def _short(reason: str) -> str:
+    """Return as much as the frame has room for that ends a websocket."""
+    return reason.encode(errors="replace")[:120].decode(errors="ignore")
 
 
 def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:
     """Run the page's process until END; `begun` is called once it listens."""
     log_as("page", logging.INFO)
     os.nice(19)
-    asyncio.run(Page(run_dir, local).run(config.page, END, begun))
+    page = Page(run_dir, local, **wanted(config))
+    asyncio.run(page.run(config.page, END, begun))

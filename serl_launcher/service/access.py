@@ -94,28 +94,28 @@ class AllowList:
         owner = self._holders.get(public)
         return owner.name if owner else public
 
-    def api_key(self, name: str) -> str:
-        """Return the text by which a client that speaks no CURVE shows that it was given the key `name`.
+    def api_key(self, name: str, door: str = "api") -> str:
+        """Return the text by which a client that speaks no CURVE shows at a door that it was given the key `name`.
 
         It is a MAC of that key, made with the learner's own secret: nobody else can make it, nothing is stored, it
         opens no other door, and it ends with its key. Raises ConfigError for a name without a key.
         """
         for entry in self.entries():
             if entry["name"] == name and entry["role"] in ROLES:
-                return f"{name}:{self._mac(entry['public'])}"
+                return f"{name}:{self._mac(entry['public'], door)}"
         raise ConfigError(f"nobody is let in as {name}: tools/keys.py list says who is")
 
-    def bearer(self, api_key: str) -> KeyOwner:
+    def bearer(self, api_key: str, door: str = "api") -> KeyOwner:
         """Who was given this `api_key`; its role is `unknown`, `revoked` or `banned` if nothing may be done with it."""
         self._refresh()
         name, mac = api_key.partition(":")[0], api_key.partition(":")[2].encode(errors="replace")
         for public, owner in self._holders.items():
-            if owner.name == name and hmac.compare_digest(self._mac(public).encode(), mac):
+            if owner.name == name and hmac.compare_digest(self._mac(public, door).encode(), mac):
                 return owner
         return KeyOwner("", "unknown")
 
-    def _mac(self, public: str) -> str:
-        return hmac.new(self.secret.encode(), f"api key of {public}".encode(), hashlib.sha256).hexdigest()
+    def _mac(self, public: str, door: str) -> str:
+        return hmac.new(self.secret.encode(), f"{door} key of {public}".encode(), hashlib.sha256).hexdigest()
 
     def ban(self, name: str) -> None:
         """Refuse this key for BAN_S, or until it is lifted; if that cannot be written down, in this process."""

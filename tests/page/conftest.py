@@ -1,13 +1,19 @@
 """A page in a thread of this process, and browsers that speak to it over real sockets."""
 
 import asyncio
+import base64
+import http.client
 import json
 import socket
+import ssl
 import threading
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import pytest
+from websockets.exceptions import ConnectionClosedError
+from websockets.frames import Close
 from websockets.sync.client import connect
 
 from serl_launcher.page.server import Page
@@ -15,9 +21,9 @@ from tests.shared.common import PATIENCE, free_port
 
 
 @contextmanager
-def serving(run_dir, local):
-    """A Page that listens, with its `port`."""
-    page, port = Page(run_dir, local), free_port()
+def serving(run_dir, local, **door):
+    """A Page that listens, with its `port`; `door`: as it takes it."""
+    page, port = Page(run_dir, local, **door), free_port()
     loop, ready, over = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
 
     async def serve():
@@ -41,10 +47,19 @@ def serving(run_dir, local):
 def knocking(served, *, host="", origin=""):
     """A websocket of a browser that shows this host, and a page of this origin; "": the page's own ones."""
     host = host or f"localhost:{served.port}"
-    options = {"origin": f"http://{host}" if origin == "" else origin, "open_timeout": PATIENCE, "compression": None}
+    tls = {"ssl": trusting(served.keys)} if getattr(served, "keys", None) else {}
+    own, scheme = ("https", "wss") if tls else ("http", "ws")
+    options = {"origin": f"{own}://{host}" if origin == "" else origin, "open_timeout": PATIENCE, "compression": None}
     link = socket.create_connection(("127.0.0.1", served.port))
-    with connect(f"ws://{host}/socket", sock=link, **options) as made:
+    with connect(f"{scheme}://{host}/socket", sock=link, **options, **tls) as made:
         yield made
+
+
+def trusting(keys):
+    """What a browser has that was told to trust the certificate of this folder of keys, whatever it calls the host."""
+    made = ssl.create_default_context(cafile=keys / "page.pem")
+    made.check_hostname = False
+    return made
 
 
 class Browser:
@@ -84,8 +99,54 @@ def browse(served):
     """browse(**options) -> a Browser of the page `served`; it is closed at the end."""
     with ExitStack() as stack:
 
-        def browse(page=served, *, role="operator", token=None, host=""):
-            link = stack.enter_context(knocking(page, host=host))
+        def browse(page=served, *, role="operator", token=None, host="", way=knocking):
+            link = stack.enter_context(way(page, host=host))
             return Browser(link, page.page.tokens.make(role) if token is None else token)
 
         yield browse
+
+
+class Streaming:
+    """What a browser has in place of a websocket: events that come, and POSTs."""
+
+    def __init__(self, served, host="", **headers):
+        self.served, self.host = served, host or f"localhost:{served.port}"
+        answer = self.request("GET", "/stream", **(headers or {"Sec-Fetch-Site": "same-origin"}))
+        assert (answer.status, answer.headers["Content-Type"]) == (200, "text/event-stream; charset=utf-8"), (
+            answer.read()
+        )
+        self.events = answer
+        self.name = self.event()["stream"]
+
+    def request(self, method, path, **headers):
+        link = http.client.HTTPConnection("127.0.0.1", self.served.port, timeout=PATIENCE)
+        link.request(method, path, headers={"Host": self.host, **headers})
+        return link.getresponse()
+
+    def event(self):
+        line, end = self.events.readline(), self.events.readline()
+        if not line:
+            raise ConnectionClosedError(None, None)
+        assert (line[:6], end) == (b"data: ", b"\n")
+        return json.loads(line[6:])
+
+    def send(self, text, **headers):
+        """Say it; the status of the answer."""
+        headers = {"Origin": f"http://{self.host}", "X-Stream": self.name, "X-Say": quote(text), **headers}
+        return self.request("POST", "/say", **headers).status
+
+    def recv(self, _=None):
+        event = self.event()
+        if "code" in event:
+            raise ConnectionClosedError(Close(event["code"], event["reason"]), None)
+        return event["text"] if "text" in event else base64.b64decode(event["bytes"])
+
+
+@contextmanager
+def streaming(served, *, host=""):
+    """As `knocking`, of a browser that refuses the websocket."""
+    made = Streaming(served, host)
+    try:
+        yield made
+    finally:
+        made.events.close()

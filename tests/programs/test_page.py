@@ -15,16 +15,16 @@ from tests.programs.test_run import WORDS
 from tests.shared.common import TOOLS, free_port
 
 pytestmark = pytest.mark.slow
-LINK = re.compile(r"operator, for 12 h: http://localhost:(\d+)/#(\S+)")
+LINK = re.compile(r"operator, for 12 h: https?://[\w.]+:(\d+)/#(\S+)")
 
 
-def opened(stack, port, token):
-    """A browser that follows a link; what it is welcomed with."""
-    browser = Browser(stack.enter_context(knocking(SimpleNamespace(port=int(port)))), token)
+def opened(stack, port, token, keys=None):
+    """A browser that follows a link; what it is welcomed with. keys: the folder of those of a page that speaks TLS."""
+    browser = Browser(stack.enter_context(knocking(SimpleNamespace(port=int(port), keys=keys))), token)
     return browser, browser.welcome()
 
 
-def test_a_page_is_started_with_the_learner_and_again_after_its_death_and_its_tool_finds_the_run(programs):
+def test_a_page_is_started_with_the_learner_and_again_after_its_death_and_its_tool_finds_the_run(programs, keys):
     learner, port = programs.start("learner", *WORDS, f"page={free_port()}"), free_port()
     with ExitStack() as stack:
         (link,) = programs.until(lambda: LINK.findall(programs.said()))
@@ -38,8 +38,9 @@ def test_a_page_is_started_with_the_learner_and_again_after_its_death_and_its_to
         assert opened(stack, *again)[1] == welcome
         os.kill(page := programs.alive()["page"], signal.SIGTERM)  # as where a system signals all processes
         tool = [sys.executable, TOOLS / "page.py", programs.run_dir, "--port", str(port)]
+        tool += ["--host", "0.0.0.0", "--keys", keys]
         beside = stack.enter_context(subprocess.Popen(tool, stdout=subprocess.PIPE, text=True))
-        browser, _ = opened(stack, *LINK.search(beside.stdout.readline()).groups())
+        browser, _ = opened(stack, *LINK.search(beside.stdout.readline()).groups(), keys)
         programs.until(lambda: browser.ask("state")["alive"])
         beside.send_signal(signal.SIGINT)
         assert beside.wait(60) == 0

@@ -7,7 +7,7 @@ PEOPLE = {"left": "actor", "right": "actor", "boss": "operator", "eye": "viewer"
 
 def do(what, folder, name=None, role=None):
     """Run a command of tools/keys.py; what it says."""
-    with tool.locked(folder, what == "make"):
+    with tool.locked(folder, what in ("make", "page")):
         return tool.act(what, folder, name, role)
 
 

@@ -64,15 +64,22 @@ def check_curve(text: Any) -> None:
 def read_private(file: Path) -> Any:
     """Return the JSON in a file. Raises ConfigError if others than its owner may read it, or if it is damaged."""
     try:
+        return json.loads(private_text(file, "tools/keys.py on the learner makes keys"))
+    except ValueError:
+        raise ConfigError(f"{file} is damaged: make it anew with tools/keys.py on the learner") from None
+
+
+def private_text(file: Path, cure: str) -> str:
+    """Return a file's text. Raises ConfigError, with its cure, if it cannot be read, or if others than its owner may
+    read it; ValueError if it is no text."""
+    try:
         with open(file) as opened:
             mode = os.fstat(opened.fileno()).st_mode & 0o777
             if mode & 0o077:
                 raise ConfigError(f"{file} has mode {mode:04o}, so others may use the key: say chmod 600 {file}")
-            return json.load(opened)
+            return opened.read()
     except OSError as error:
-        raise ConfigError(f"cannot read {file} ({error.strerror}): tools/keys.py on the learner makes keys") from None
-    except ValueError:
-        raise ConfigError(f"{file} is damaged: make it anew with tools/keys.py on the learner") from None
+        raise ConfigError(f"cannot read {file} ({error.strerror}): {cure}") from None
 
 
 def write_private(file: Path, content: Any) -> None:
