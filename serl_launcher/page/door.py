@@ -2,7 +2,9 @@
 
 import hashlib
 import http
+import json
 import secrets
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +18,7 @@ from websockets.http11 import Request, Response
 from serl_launcher.page.certificate import opened
 from serl_launcher.service.access import AllowList, RefusalCount
 from serl_launcher.service.peers import KeyOwner
+from serl_launcher.store.files import replaced
 
 LIFE_S = 12 * 3600.0  # seconds that a link is good for
 ROLES = ("operator", "viewer")
@@ -48,26 +51,38 @@ class NotLetIn(MessageError):
 
 
 class Tokens:
-    """Holds who was given a link: only hashes, so that no comparison tells a part of a token by its time."""
+    """Holds who was given a link: only hashes, so that no comparison tells a part of a token by its time.
 
-    def __init__(self) -> None:
-        self._known: dict[bytes, tuple[str, float]] = {}  # {hash: (role, when it ends)}
+    file: keeps them, so that a page which is open comes back by itself after the death of this process.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._known = file, _kept(file)  # {hash: (role, when it ends: seconds since 1970)}
 
     def make(self, role: str) -> str:
         """Return a new token of this role, good for LIFE_S. Forgets those that are over."""
-        now, token = clock.monotonic(), secrets.token_urlsafe(32)
-        self._known = {known: (its, end) for known, (its, end) in self._known.items() if end > now}
-        self._known[_hashed(token)] = role, now + LIFE_S
+        now, token = clock.time(), secrets.token_urlsafe(32)
+        known = {**_kept(self._file), **self._known, _hashed(token): (role, now + LIFE_S)}
+        self._known = {each: (its, end) for each, (its, end) in known.items() if end > now}
+        with suppress(OSError), replaced(self._file) as aside:  # else they are good as long as this process
+            aside.write_text(json.dumps(self._known))
         return token
 
     def role(self, token: str) -> str | None:
         """Return the role of a token; None: there is none such, or not any more."""
         role, end = self._known.get(_hashed(token), ("", 0.0))
-        return role if end > clock.monotonic() else None
+        return role if 0 < end - clock.time() <= LIFE_S else None  # a clock that was set back lets nobody in
 
 
-def _hashed(token: str) -> bytes:
-    return hashlib.sha256(token.encode(errors="replace")).digest()
+def _kept(file: Path) -> dict[str, tuple[str, float]]:
+    try:
+        return {str(each): (str(role), float(end)) for each, (role, end) in json.loads(file.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # there is none, or it is damaged: new links are printed
+        return {}
+
+
+def _hashed(token: str) -> str:
+    return hashlib.sha256(token.encode(errors="replace")).hexdigest()
 
 
 class Door:

@@ -3,7 +3,6 @@
 Used by one thread.
 """
 
-import math
 import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,11 +14,13 @@ from serl_client.connection import Connection
 from serl_client.errors import ConfigError, RetakeError
 from serl_client.way_home import BEGIN
 
+from serl_launcher.page import downloads
 from serl_launcher.page.images import Images
 from serl_launcher.store.aside import is_aside, reason_of
 from serl_launcher.store.index import Index
 from serl_launcher.store.schema import Episode
-from serl_launcher.training.facts import NOW, Facts, PhaseFacts, RunReader
+from serl_launcher.training.facts import DONE, NOW, Facts, PhaseFacts, RunReader
+from serl_launcher.training.machine import MACHINES, counted
 from serl_launcher.training.plan import parse
 from serl_launcher.training.tallies import RECENT, Share
 
@@ -86,34 +87,37 @@ class RunFolder:
             "phase": report["directive"].get("phase", ""), "numbers": _numbers(facts, dict(self.refusals)),
             "plan": [_step(phase, str(trainer.get("left", ""))) for phase in facts.phases],
             "warnings": [*_warnings(report, actors), *facts.warnings], "alive": not trouble,
-            "held": trainer.get("waits_for") == HELD,
+            "held": trainer.get("waits_for") == HELD, "sources": [*facts.sources], "downloads": downloads.FORMATS,
         }  # fmt: skip
 
     def curves(self) -> list[dict[str, Any]]:
         """Return [{name, unit, over, text, points: [[x, y], ...] or [[x, y, low, high], ...]}] since the run began."""
         made, recent = self._look().curves, f"of the last {RECENT} episodes, with its 95 % interval."
         curves = [
-            _curve("success alone", "%", "steps", made.success, f"Share of successes without help {recent}"),
-            _curve("return", "", "steps", made.returns, f"Mean sum of an episode's rewards {recent}"),
-            _curve("driven by a person", "%", "steps", made.interventions, f"Share of steps a person drove {recent}"),
+            _curve("unassisted success", "%", "steps", made.success, f"Successes without any takeover, {recent}"),
+            _curve("success with help", "%", "steps", made.assisted, f"Successes where a person took over, {recent}"),
+            _curve("return", "", "steps", made.returns, f"Mean sum of an episode's rewards, {recent}"),
+            _curve("driven by a person", "%", "steps", made.interventions, f"Share of steps a person drove, {recent}"),
             _curve("updates", "/s", "updates", made.losses.get("rate", ()), "Training updates per second."),
         ]
+        for name, (title, unit, text) in MACHINES.items():
+            curves.append(_curve(title, unit, "min", made.machines.get(name, ()), text))
         for name in [name for name in made.losses if "loss" in name][:LOSSES]:
             text = "What the training makes smaller: look at its direction, not at its value."
             curves.append(_curve(name.replace("_", " "), "", "updates", made.losses[name], text))
         return [curve for curve in curves if curve["points"]]
 
-    def episodes(self) -> list[dict[str, Any]]:
-        """Return the newest episodes, the newest first."""
+    def episodes(self, which: str = "", source: str = "", actor: str = "") -> list[dict[str, Any]]:
+        """Return the newest episodes, the newest first; the arguments choose among them, as those of Index.latest."""
         index, images = self._store()
         return [
             {
-                "id": each.id, "actor": each.actor, "phase": each.phase, "steps": each.steps,
+                "id": each.id, "actor": each.actor, "phase": each.phase, "source": each.source, "steps": each.steps,
                 "closed": bool(each.closed), "return": round(each.reward, 3), "assisted": each.intervened > 0,
                 "verdict": _verdict(each), "by": each.judged_by, "aside": reason_of(each) if is_aside(each) else "",
                 "cameras": images.cameras[:1] if images else [],
             }
-            for each in (index.latest(LISTED) if index else ())
+            for each in (index.latest(LISTED, which=which, source=source, actor=actor) if index else ())
         ]  # fmt: skip
 
     def has(self, episode: str) -> bool:
@@ -185,9 +189,10 @@ def _step(phase: PhaseFacts, left: str) -> dict[str, Any]:
         if len(terms := parse(text)) == 1 and terms[0].name in made and terms[0].bound and not terms[0].window
     ]
     is_now = phase.state == NOW
-    done = f"{phase.episodes:,} episodes, {phase.env_steps:,} steps so far; " if phase.episodes else ""
+    made_so_far = [f"{phase.episodes:,} episodes, {phase.env_steps:,} steps"] if phase.episodes else []
+    ends = [f"ends with {' or '.join(phase.until)}"] if phase.state != DONE else []
     return {
-        "name": phase.name, "when": phase.state, "text": f"{done}ends with {' or '.join(phase.until)}",
+        "name": phase.name, "when": phase.state, "text": "; ".join([*made_so_far, *ends]),
         "share": min(1.0, max(shares)) if shares and is_now else None, "left": left if is_now else "",
     }  # fmt: skip
 
@@ -199,20 +204,15 @@ def _actor(client: Mapping[str, Any], newest: Episode | None, images: Images | N
     cameras = images.cameras if images and newest else []
     return {
         "name": client["actor"], "driver": driver, "word": SHOWN.get(driver, driver), "text": str(text),
-        "warning": str(client.get("warning", "")), "rate": round(_counted(client, "rate"), 1), "cameras": cameras,
-        **{name: _counted(client, name) for name in ("steps", "late", "takeovers")},
+        "warning": str(client.get("warning", "")), "rate": round(counted(client, "rate"), 1), "cameras": cameras,
+        **{name: counted(client, name) for name in ("steps", "late", "takeovers")},
+        "outbox": round(counted(client, "outbox") / 1e6, 1),
         "episode": newest.id if newest else "",
         "closed": bool(newest.closed) if newest else True, "question": str(client.get("question", 0)),
         "asks": driver in ("FAULT", "RESET", BEGIN), "drives": client.get("episode", ""),
         "remote": None if remote is None else str(remote),
         "state": images.state(newest) if images and newest and not cameras else [],
     }  # fmt: skip
-
-
-def _counted(client: Mapping[str, Any], name: str) -> float:
-    """Return a number of an actor's report; 0 where there is none, because an actor may report anything."""
-    value = client.get(name, 0)
-    return value if isinstance(value, int | float) and math.isfinite(value) else 0
 
 
 def _numbers(facts: Facts, refusals: Mapping[str, int]) -> list[dict[str, str]]:

@@ -3,13 +3,14 @@ import { steer } from "/drive.js";
 import { dial } from "/stream.js";
 
 const at = (id) => document.getElementById(id);
-const LOST_S = 25, FRAME_MS = 100, MANY = 4;
+const LOST_S = 25, FRAME_MS = 100, MANY = 4, FILTERS = ["which", "source", "actor"];
 const ORDERS = { pause: "Pause", resume: "Resume", next: "Next", stop: "Stop" };
 const WORDS = { ready: "Ready", pause: "Pause robot", resume: "Resume robot" };
 const VERDICTS = { success: "Success", failure: "Failure", discard: "Discard" };
 const MEANS = {
   pause: "Robots hold and nothing trains, until Resume", resume: "The run goes on",
   next: "This phase ends, the next one begins", stop: "The run ends, with its result",
+  mp4: "A video of its cameras", shard: "A LeRobot dataset of this episode alone, as a zip archive",
 };
 
 // -- the token: in the fragment of the link, which no server is sent; kept for this tab alone
@@ -20,10 +21,15 @@ if (location.hash.length > 1) {
 let socket = null, role = "", number = 0, state = null, chosen = "", most = 12;
 const asked = new Map();
 
+function opened() {
+  const made = dial();
+  made.binaryType = "arraybuffer";
+  made.onopen = () => made.send(JSON.stringify({ token: sessionStorage.getItem("token") ?? "" }));
+  return made;
+}
+
 function connect() {
-  socket = dial();
-  socket.binaryType = "arraybuffer";
-  socket.onopen = () => socket.send(JSON.stringify({ token: sessionStorage.getItem("token") ?? "" }));
+  socket = opened();
   socket.onmessage = ({ data }) => {
     if (!role) {
       role = JSON.parse(data).role;
@@ -96,8 +102,11 @@ function keyed(parent, items, key, make, update = () => {}) {
     update(child, item);
     return child;
   });
-  if (kept.length !== parent.children.length || kept.some((child, i) => child !== parent.children[i]))
-    parent.replaceChildren(...kept);
+  const stays = new Set(kept);
+  for (const child of [...parent.children]) if (!stays.has(child)) child.remove();
+  kept.forEach((child, i) => {  // whoever has the focus keeps it, because what is in its place is not moved
+    if (child !== parent.children[i]) parent.insertBefore(child, parent.children[i] ?? null);
+  });
 }
 
 function write(parent, selector, text) {
@@ -147,16 +156,24 @@ async function show() {
   const few = state.actors.length <= MANY;
   chosen = state.actors.some((actor) => actor.name === chosen) ? chosen : state.actors[0]?.name;
   keyed(at("actors"), few ? state.actors : state.actors.filter((a) => a.name === chosen), (a) => a.name, card, dress);
+  options("source", state.sources);
+  options("actor", state.actors.map((actor) => actor.name));
   at("many").hidden = few;
   keyed(at("many").querySelector("tbody"), few ? [] : state.actors, (actor) => actor.name, row, (tr, actor) => {
     const told = [actor.name, actor.word, `${actor.rate} Hz`, actor.late, actor.steps.toLocaleString(), actor.episode];
-    told.forEach((text, i) => (tr.cells[i].textContent = text));
+    tr.setAttribute("aria-current", String(actor.name === chosen));
+    told.forEach((text, i) => ((tr.cells[i].firstChild ?? tr.cells[i]).textContent = text));
   });
   keyed(at("numbers"), state.numbers, (each) => each.name, (each) => {
     const made = element("div", "", { title: each.text });
     made.append(element("dt", each.name), element("dd"), element("dd", each.text, { class: "why" }));
     return made;
   }, (made, each) => write(made, "dd", each.value));
+}
+
+function options(id, names) {  // those that came once stay: their episodes do, too
+  const there = [...at(id).options].map(({ value }) => value);
+  for (const name of names) if (!there.includes(name)) at(id).append(element("option", name, { value: name }));
 }
 
 function step({ name, when }) {
@@ -168,6 +185,7 @@ function step({ name, when }) {
 function row(actor) {
   const tr = element("tr");
   for (let i = 0; i < 6; i++) tr.append(element("td"));
+  tr.cells[0].append(element("button", actor.name));
   tr.onclick = () => { chosen = actor.name; show(); };
   return tr;
 }
@@ -191,7 +209,7 @@ function dress(made, actor) {
   write(made, ".word", actor.word);
   write(made, ".text", actor.text);
   write(made, ".numbers", `${actor.rate} steps/s, ${actor.late} late, ${actor.steps.toLocaleString()} steps, ` +
-    `${actor.takeovers} takeovers. Episode ${actor.episode || "none yet"}${actor.closed ? ", ended" : ", goes on"}`);
+    `${actor.takeovers} takeovers, ${actor.outbox} MB not delivered. Episode ${actor.episode || "none yet"}${actor.closed ? ", ended" : ", goes on"}`);
   words.hidden = role !== "operator";
   judged.hidden = role !== "operator" || !actor.episode;
   const [ready, pause, resume] = words.children;
@@ -248,7 +266,8 @@ async function draw() {
 
 function plot(made, { points, unit, over }) {
   const ys = points.flatMap((point) => point.slice(1)), last = points.at(-1);
-  const low = Math.min(0, ...ys), high = Math.max(...ys, low + 1e-9), begin = points[0][0];
+  const low = Math.min(0, ...ys), top = Math.max(...ys), begin = points[0][0];
+  const high = unit === "%" ? 100 : top > low ? top : low + 1;
   const x = (value) => (100 * (value - begin)) / Math.max(last[0] - begin, 1e-9);
   const y = (value) => 100 - (100 * (value - low)) / (high - low);
   const line = (index) => points.map((point) => `${x(point[0])} ${y(point[index])}`);
@@ -271,10 +290,8 @@ const short = (value) => value.toLocaleString("en", { maximumSignificantDigits: 
 
 async function list() {
   if (!role || document.hidden) return;
-  const only = at("filter").value;
-  const fits = (each) => only === "all" || (only === "assisted" ? each.assisted
-    : only === "aside" ? each.aside : each.verdict === only && !each.aside);
-  const all = (await ask({ ask: "episodes" })).filter(fits), found = all.slice(0, most);
+  const only = Object.fromEntries(FILTERS.map((id) => [id, at(id).value]));
+  const all = await ask({ ask: "episodes", ...only }), found = all.slice(0, most);
   at("more").hidden = all.length <= most;
   keyed(at("episodes"), found, (each) => each.id, (each) => {
     const li = element("li", "", { class: "card" });
@@ -283,16 +300,47 @@ async function list() {
       li.append(img);
       picture(img, each.id, each.cameras[0]);
     }
-    li.append(element("strong", each.id), element("p", "", { class: "soft" }), buttons(VERDICTS, () => each.id));
+    const files = Object.entries(state?.downloads ?? {}).filter(([format]) => format !== "mp4" || each.cameras.length);
+    li.append(element("strong", each.id), element("p", "", { class: "soft" }), buttons(VERDICTS, () => each.id),
+      ...files.map(([format, end]) => download(each.id, format, end)));
     return li;
   }, (li, each) => {
     const said = each.aside ? `set aside: ${each.aside}` : each.verdict || (each.closed ? "not judged" : "goes on");
-    write(li, ".soft", `${said}${each.by && !each.aside ? ` (${each.by})` : ""}. ${each.phase}, ${each.steps} steps, ` +
+    write(li, ".soft", `${said}${each.by && !each.aside ? ` (${each.by})` : ""}. ${each.actor}, ${each.phase}, ${each.steps} steps, ` +
       `return ${each.return}${each.assisted ? ", with help" : ""}`);
     li.querySelector(".verdicts").hidden = role !== "operator" || !state?.alive;
+    for (const button of li.querySelectorAll(".quiet")) button.hidden = role !== "operator" || !each.closed;
     for (const button of li.querySelectorAll("button"))
       button.setAttribute("aria-pressed", String(button.dataset.word === each.verdict));
   });
+}
+
+// A file is made on a connection of its own, so that the page goes on meanwhile.
+function download(episode, format, end) {
+  const button = element("button", format, { class: "quiet", title: MEANS[format] });
+  button.onclick = () => {
+    const line = say(`${format} of ${episode}: it is being made`), link = opened();
+    const over = (text, bad = "") => {
+      Object.assign(line, { textContent: text, className: bad });
+      setTimeout(() => line.remove(), bad ? 15000 : 5000);
+      button.disabled = false;
+      link.onclose = null;
+      link.close();
+    };
+    button.disabled = true;
+    link.onclose = ({ reason }) => over(`${format}: ${reason || "the page's process did not answer"}`, "bad");
+    link.onmessage = () => {
+      link.onmessage = ({ data }) => {
+        if (typeof data === "string") return over(`${format}: ${JSON.parse(data).error}`, "bad");
+        const file = element("a", "", { href: URL.createObjectURL(new Blob([data.slice(4)])), download: episode + end });
+        file.click();
+        setTimeout(() => URL.revokeObjectURL(file.href), 60000);
+        over(`${episode}${end}: saved`);
+      };
+      link.send(JSON.stringify({ id: 1, ask: "download", episode, format }));
+    };
+  };
+  return button;
 }
 
 // -- orders to the run. Each names the phase that it means. Stop asks once more
@@ -309,7 +357,7 @@ for (const [word, text] of Object.entries(ORDERS)) {
 }
 at("explain").onclick = () =>
   at("explain").setAttribute("aria-pressed", String(document.body.classList.toggle("explained")));
-at("filter").onchange = list;
+for (const id of FILTERS) at(id).onchange = list;
 at("more").onclick = () => { most += 24; list(); };
 
 async function again(what, pause) {

@@ -28,7 +28,7 @@ from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
 from serl_launcher.error_log import first_line
-from serl_launcher.page import door, orders
+from serl_launcher.page import door, downloads, orders
 from serl_launcher.page.certificate import wanted
 from serl_launcher.page.doorstep import REQUEST_S, SILENT, UNREAD_S, Caller, Doorstep
 from serl_launcher.page.drivers import Drivers
@@ -56,7 +56,7 @@ class Page:
         host: str = "127.0.0.1", keys: Path | None = None, certificate: Path | None = None,
     ) -> None:  # fmt: skip
         """host, keys, certificate: as certificate.opened takes them, and raises."""
-        self.tokens = door.Tokens()
+        self.tokens = door.Tokens(run_dir / "page.tokens")
         self.door = door.Door(self.tokens, host, keys, certificate)
         self._run_dir, self._local = run_dir, local
         self._folder, self._drivers = RunFolder(run_dir, local), Drivers(local)
@@ -67,7 +67,7 @@ class Page:
         self._doorstep: Doorstep  # while it serves
         self._answers: dict[str, Callable[[Mapping[str, Any]], Any]] = {
             "state": lambda _: self._folder.state(), "curves": lambda _: self._folder.curves(),
-            "episodes": lambda _: self._folder.episodes(),
+            "episodes": lambda ask: self._folder.episodes(*(_text(ask, name) for name in ("which", "source", "actor"))),
             "image": lambda ask: self._folder.image(_text(ask, "episode"), _text(ask, "camera")),
         }  # fmt: skip
 
@@ -180,17 +180,7 @@ class Page:
         if not isinstance(number, int) or not 0 <= number < 1 << 31:
             raise MessageError("each question has a number")
         try:
-            if kind == "order":
-                answer: Any = await self._order(ask, owner)
-            elif kind == "drive":
-                self._check_operator(owner.role)
-                answer = self._drivers.drive(guest, owner.name, ask)
-            elif kind == "preview":
-                answer = self._drivers.image(guest, _text(ask, "camera"))
-            elif kind in self._answers:
-                answer = await self._read(lambda: self._answers[kind](ask))
-            else:
-                raise MessageError(f"nothing answers {kind[:40]!r}")
+            answer = await self._answer_to(kind, ask, owner, guest)
             if isinstance(answer, bytes):
                 return number.to_bytes(4, "big") + answer
             return json.dumps({"id": number, "answer": answer}, allow_nan=False)
@@ -201,6 +191,21 @@ class Page:
         except Exception as error:
             log.exception("the page cannot answer %s", kind)
             return json.dumps({"id": number, "error": f"the page cannot tell: {first_line(error)}"})
+
+    async def _answer_to(self, kind: str, ask: Mapping[str, Any], owner: KeyOwner, guest: str) -> Any:
+        if kind == "order":
+            return await self._order(ask, owner)
+        if kind == "download":
+            self._check_operator(owner.role)
+            return await downloads.made(self._run_dir, _text(ask, "episode"), _text(ask, "format"))
+        if kind == "drive":
+            self._check_operator(owner.role)
+            return self._drivers.drive(guest, owner.name, ask)
+        if kind == "preview":
+            return self._drivers.image(guest, _text(ask, "camera"))
+        if kind in self._answers:
+            return await self._read(lambda: self._answers[kind](ask))
+        raise MessageError(f"nothing answers {kind[:40]!r}")
 
     async def _order(self, ask: Mapping[str, Any], owner: KeyOwner) -> str:
         """Carry out an order, and log whose it was. Raises what says why it was not, or may not have been."""

@@ -42,7 +42,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Markup:
     body = (
         element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows
     )
-    return element("div", element("table", element("thead", head), element("tbody", *body)), class_="wide")
+    made = element("table", element("thead", head), element("tbody", *body))
+    return element("div", made, class_="wide", tabindex=0)  # so that keys scroll it, too
 
 
 def number(value: float | None, unit: str = "") -> str:

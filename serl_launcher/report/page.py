@@ -20,6 +20,7 @@ from serl_launcher.report.elements import Markup, duration, element, number, per
 from serl_launcher.report.pictures import episodes_shown
 from serl_launcher.store.files import replaced
 from serl_launcher.training.facts import Facts, facts_of
+from serl_launcher.training.machine import MACHINES
 from serl_launcher.training.report import Evaluated
 from serl_launcher.training.tallies import RECENT, Point, Share
 
@@ -74,6 +75,7 @@ def _sections(facts: Facts, others: Sequence[Facts]) -> Iterator[Markup]:
     yield _section("Plan", _phases(facts))
     yield _section("Episodes", _cards(episodes_shown(facts), "The store holds no finished episode."))
     yield _section("Training", _cards(_losses(facts), "No update was made."))
+    yield _section("Machines", _cards(_machines(facts), "Its learner noted nothing of them."))
     yield _section("Data and disk", element("div", _sources(facts), _disk(facts), class_="beside"))
     yield _section("What this run is", *_identity(facts))
 
@@ -130,6 +132,8 @@ def _curves(facts: Facts) -> list[Markup | None]:
     return [
         chart("Unassisted success", f"Share of successes without help, of the last {RECENT} episodes.",
               [Line(curves.success, "success")], x=steps, share=True),
+        chart("Success with help", f"Share of successes of the last {RECENT} episodes in which a person took over.",
+              [Line(curves.assisted, "success")], x=steps, share=True),
         chart("Return", f"Mean sum of rewards of the last {RECENT} episodes.",
               [Line(curves.returns, "return")], x=steps),
         chart("Interventions", f"Share of steps that a person drove, of the last {RECENT} episodes.",
@@ -146,6 +150,14 @@ def _losses(facts: Facts) -> list[Markup | None]:
         points = [Point(x, value, value, value) for x, value in facts.curves.losses[name]]
         found.append(chart(title, why, [Line(points, name)], x="updates", unit=unit))
     return found
+
+
+def _machines(facts: Facts) -> list[Markup | None]:
+    return [
+        chart(title.capitalize(), why, [Line([Point(x, y, y, y) for x, y in facts.curves.machines[name]], name)],
+              x="minutes", unit=unit)
+        for name, (title, unit, why) in MACHINES.items() if name in facts.curves.machines
+    ]  # fmt: skip
 
 
 # -- evaluations and the plan

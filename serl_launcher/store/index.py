@@ -19,6 +19,7 @@ from serl_client import clock
 from serl_client.episode import Outcome
 from serl_client.errors import ConfigError
 
+from serl_launcher.store.aside import LEARNER
 from serl_launcher.store.schema import FORMAT, NUMBERED, SCHEMA, TABLE, TABLES, Episode, EpisodeInfo, Session, Source
 
 OURS = "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%' ORDER BY name"
@@ -26,6 +27,11 @@ TIMED = ("outcomes", "lost", *NUMBERED)  # tables whose last column but the chec
 DISK = {
     sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_READONLY,
+}  # fmt: skip
+WHICH = {  # of episodes, by what was said of them last, and by who drove
+    "success": "success = 1 AND discard = 0", "failure": "success = 0 AND discard = 0",
+    "unjudged": "success IS NULL AND discard = 0", "discard": f"discard = 1 AND NOT judged_by LIKE '{LEARNER}%'",
+    "aside": f"discard = 1 AND judged_by LIKE '{LEARNER}%'", "assisted": "intervened > 0",
 }  # fmt: skip
 CONNECTION: dict[str, Any] = {"isolation_level": None, "check_same_thread": False}
 
@@ -185,9 +191,10 @@ class Index:
     def episode(self, id: str) -> Episode | None:
         return next(iter(self._get(Episode, "id = ?", id)), None)
 
-    def latest(self, count: int) -> list[Episode]:
-        """The episodes that began last, the newest first."""
-        return self._get(Episode, "1 ORDER BY number DESC LIMIT ?", count)
+    def latest(self, count: int, *, which: str = "", source: str = "", actor: str = "") -> list[Episode]:
+        """The episodes that began last, the newest first: those of WHICH, of a source and of an actor; "": of any."""
+        where = f"{WHICH.get(which, 1)} AND ? IN ('', source) AND ? IN ('', actor) ORDER BY number DESC LIMIT ?"
+        return self._get(Episode, where, source, actor, count)
 
     def parts(self, id: str) -> list[Episode]:
         """The episode of that id, and what came of it after it was closed from elsewhere."""

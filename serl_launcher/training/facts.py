@@ -6,7 +6,6 @@ Nothing needs to run, and nothing is changed. Of files that grow for ever, only 
 import shutil
 import sqlite3
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from serl_launcher.store.directives import DATASET, EVALUATE
 from serl_launcher.store.index import Index
 from serl_launcher.store.schema import EpisodeInfo, Source
 from serl_launcher.training import metrics
-from serl_launcher.training.machine import Control, control_of, disk_of, errors_of
+from serl_launcher.training.machine import MACHINES, Control, control_of, disk_of, errors_of, weights_age
 from serl_launcher.training.plan import EVAL, WITHIN
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.report import Evaluated, evaluations, read
@@ -74,15 +73,18 @@ class PhaseFacts:
 class Curves:
     """Curves since the run began, of POINTS points at most.
 
-    success, returns, interventions: over the env steps of practice, each of the last RECENT episodes: unassisted
-    success (0 to 1), mean return, share of steps that a person drove. losses: {name: (updates, value)}; among them
-    `rate`, in updates per second.
+    success, assisted, returns, interventions: over the env steps of practice, each of the last RECENT episodes:
+    unassisted success (0 to 1), success of those in which a person took over, mean return, share of steps that a person
+    drove. losses: {name: (updates, value)}; among them `rate`, in updates per second. machines: {name of
+    machine.MACHINES: (minutes since the run began, value)}.
     """
 
     success: Sequence[Point] = ()
+    assisted: Sequence[Point] = ()
     returns: Sequence[Point] = ()
     interventions: Sequence[Point] = ()
     losses: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    machines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,8 @@ class RunReader:
             updates=int(told["updates"]), wall_s=told["wall_s"],
             evaluations=[*evaluations(summary), *_again(run_dir, summary)] if is_current else _evaluations_of(stored),
             recent=tally((practice or finished)[-RECENT:]), newest=_losses(newest), updates_per_s=newest.get("rate"),
-            weights=stored.weights, weights_age_s=_age(run_dir, stored.weights), control=_control(run_dir, stored),
+            weights=stored.weights, weights_age_s=weights_age(run_dir, stored.weights),
+            control=_control(run_dir, stored),
             person=summary.get("person", {}) if is_current else _minutes(people[-1] if people else {}),
             sources=stored.sources, disk=disk, free_bytes=free, changes=summary.get("changes", ()),
             warnings=[*warnings, *_warnings(run_dir, stored, records, summary, free)],
@@ -300,6 +303,8 @@ def _curves(practice: Sequence[EpisodeInfo], records: Sequence[Mapping[str, Any]
     ends = np.cumsum([episode.steps for episode in practice]).tolist()
     judged = [(end, episode) for end, episode in zip(ends, practice, strict=True) if episode.success is not None]
     success = success_curve([end for end, _ in judged], [succeeded(e) and not e.intervened for _, e in judged])
+    helped = [(end, succeeded(episode)) for end, episode in judged if episode.intervened]
+    assisted = success_curve([end for end, _ in helped], [won for _, won in helped])
     returns = mean_curve(ends, [episode.reward for episode in practice])
     interventions = mean_curve(ends, [episode.intervened / max(1, episode.steps) for episode in practice])
     losses: dict[str, list[tuple[float, float]]] = {}
@@ -307,7 +312,17 @@ def _curves(practice: Sequence[EpisodeInfo], records: Sequence[Mapping[str, Any]
         for name, value in {**_losses(record), "rate": record.get("rate")}.items():
             if isinstance(value, int | float):
                 losses.setdefault(name, []).append((_number(record, "updates"), value))
-    return Curves(success, returns, interventions, losses)
+    return Curves(success, assisted, returns, interventions, losses, _machines(records))
+
+
+def _machines(records: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    began = next((_number(record, "time") for record in records), 0.0)
+    noted = thinned([record for record in records if record.get("kind") == "machines"])
+    points = {
+        name: [((_number(record, "time") - began) / 60, _number(record, name)) for record in noted if name in record]
+        for name in MACHINES
+    }
+    return {name: its for name, its in points.items() if its}
 
 
 def _losses(record: Mapping[str, Any]) -> dict[str, float]:
@@ -326,11 +341,6 @@ def _minutes(record: Mapping[str, Any]) -> dict[str, float]:
 def _control(run_dir: Path, stored: _Stored) -> Control | None:
     newest = max(stored.episodes, key=lambda episode: episode.number * (episode.steps > 1), default=None)
     return control_of(run_dir / "store", stored.spec, stored.sources, newest) if newest and stored.spec else None
-
-
-def _age(run_dir: Path, weights: Mapping[str, Any]) -> float | None:
-    file = run_dir / "weights" / f"{weights.get('sha256')}.safetensors"
-    return max(0.0, time.time() - file.stat().st_mtime) if file.exists() else None
 
 
 def _warnings(

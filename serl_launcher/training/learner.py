@@ -277,7 +277,8 @@ class Learner:
         if self.monitor.is_due():
             self.server.presence.look(phase, made)
             self.server.link.send(m.Heartbeat(self._show(phase)))
-            self.server.link.send(m.Status())  # its answer tells of the person's time
+            self.monitor.write_machines(self.server.clients, self.publisher.version, self.state.updates)
+            self.server.link.send(m.Status())  # its answer tells of the person's time, and of the machines
         self.publisher.turn()
         self.keeper.turn(self.state.updates, self._state)
 

@@ -1,12 +1,15 @@
-"""Tells of a run's folder what the machines did: control rate, disk, errors. No torch."""
+"""Tells of a run's folder what the machines did: control rate, weights' age, disk, errors. No torch."""
 
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from serl_client.spec import Spec
@@ -16,6 +19,13 @@ from serl_launcher.store.schema import EpisodeInfo, Source
 
 STEPS = 400  # newest steps of a source, by which the control rate is told
 ERRORS_SHOWN, ERROR_BYTES = 5, 1 << 16  # of the end of errors.log
+MACHINES = {  # what the learner notes as it goes: {name: (title, unit, what it is)}
+    "rate": ("control rate", "Hz", "Steps per second of the slowest actor that moves."),
+    "late": ("late steps", "", "Commands early or late by half a period, of all connected actors since their start."),
+    "outbox": ("outboxes", "MB", "What actors hold and the learner has not stored yet: it grows on a slow network."),
+    "age": ("age of the weights", "s", "Time since the newest weights were published."),
+    "free": ("free disk", "GB", "Room that is left where the run's folder lies."),
+}
 BEGINNING = re.compile(r"^(?=\d{4}-\d\d-\d\d \d\d:\d\d:\d\d )", re.MULTILINE)  # of an error there
 
 
@@ -45,6 +55,33 @@ def control_of(store: Path, spec: Spec, sources: Mapping[str, Source], newest: E
         return None
     late = float(((periods < 0.5) | (periods > 1.5)).mean())
     return Control(float(spec.fps / periods.mean()), spec.fps, late)
+
+
+def machines_of(run_dir: Path, clients: Iterable[Mapping[str, Any]], weights: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of MACHINES as they are now, without those that nobody tells.
+
+    clients: of the server's status. weights: the newest version of them.
+    """
+    actors = [client for client in clients if client["role"] == "actor"]
+    rates, age = [rate for each in actors if (rate := counted(each, "rate"))], weights_age(run_dir, weights)
+    return {
+        **({"rate": round(min(rates), 2)} if rates else {}), **({} if age is None else {"age": round(age, 1)}),
+        **({"late": sum(counted(each, "late") for each in actors)} if actors else {}),
+        **({"outbox": round(sum(counted(each, "outbox") for each in actors) / 1e6, 3)} if actors else {}),
+        "free": round(shutil.disk_usage(run_dir).free / 1e9, 2),
+    }  # fmt: skip
+
+
+def counted(client: Mapping[str, Any], name: str) -> float:
+    """Return a number of an actor's report; 0 where there is none, because an actor may report anything."""
+    value = client.get(name, 0)
+    return value if isinstance(value, int | float) and math.isfinite(value) else 0
+
+
+def weights_age(run_dir: Path, weights: Mapping[str, Any]) -> float | None:
+    """Return the seconds since a version of the weights was published; None: it is not there."""
+    file = run_dir / "weights" / f"{weights.get('sha256')}.safetensors"
+    return max(0.0, time.time() - file.stat().st_mtime) if file.exists() else None
 
 
 def disk_of(run_dir: Path) -> tuple[dict[str, int], int]:

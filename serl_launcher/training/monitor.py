@@ -1,7 +1,7 @@
 """Shows the training while it runs: records in the metrics file, and the console's lines."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from serl_client.console import Console
 
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.training.counters import RunCounters, value_error
+from serl_launcher.training.machine import machines_of
 from serl_launcher.training.metrics import MetricsLog
 from serl_launcher.training.plan import Phase
 from serl_launcher.training.ranks import Ranks
@@ -18,7 +19,7 @@ from serl_launcher.training.writers import Patience
 
 log = logging.getLogger(__name__)
 
-METRICS_S = 1.0
+METRICS_S, MACHINES_S = 1.0, 10.0
 CLIPPED = 0.01  # share of critic targets outside of their range from which a warning is logged
 
 
@@ -32,7 +33,7 @@ class Monitor:
         self._counters, self._ranks, self._patience = counters, ranks, patience
         self._latest: Mapping[str, torch.Tensor] = {}  # metrics of the phase's updates
         self._rate: tuple[float, int] | None = None  # when, and how many updates there were; None: not shown yet
-        self._next = 0.0
+        self._next = self._next_machines = 0.0
         self._is_clipping_told = False
 
     def add(self, metrics: Mapping[str, torch.Tensor]) -> None:
@@ -61,6 +62,14 @@ class Monitor:
             "weights": episode.weights, "updates": updates, "wall_s": round(wall_s, 2),
         }  # fmt: skip
         self._patience(lambda: self.metrics.once("episode", episode.id, values))
+
+    def write_machines(
+        self, clients: Iterable[Mapping[str, Any]], weights: Mapping[str, Any], updates: int
+    ) -> None:  # fmt: skip
+        """Write how the machines do, once each MACHINES_S. clients: of the server's status. weights: the newest."""
+        if (now := clock.monotonic()) >= self._next_machines:
+            self._next_machines = now + MACHINES_S
+            self.write("machines", updates, machines_of(self.metrics.path.parent, clients, weights))
 
     def value_error(self, phase: str, count: int) -> dict[str, float]:
         """Compare values with returns, for the newest `count` episodes of a phase; see counters.value_error."""

@@ -26,11 +26,13 @@ class ServerSync:
 
     counters: count the changed episodes; their sources take them. on_ended: called with each episode that ended.
     `commands`: (number, name, argument) of those not carried out yet. `newest_command`: the largest number heard.
+    `clients`: what the server's latest status tells of each.
     """
 
     def __init__(self, link: Connection, counters: RunCounters, on_ended: Callable[[EpisodeInfo], None]) -> None:
         self.link, self._counters, self._on_ended = link, counters, on_ended
         self.presence, self.person = Presence(), PersonTime()
+        self.clients: Sequence[Mapping[str, Any]] = ()
         self.commands: list[Sequence[Any]] = []
         self.newest_command = self._revision = 0
         self._has_asked = self._is_behind = False  # a Sync is under way; its latest answer was not all there is
@@ -79,7 +81,8 @@ class ServerSync:
             if isinstance(message, m.Synced):
                 self._take(message)
             elif isinstance(message, m.Status):
-                self.person.hear(message.report["clients"])
+                self.clients = message.report["clients"]
+                self.person.hear(self.clients)
             elif isinstance(message, m.Failed):
                 log.warning("server: %s", message.text)
                 self._has_asked, self._next_sync = False, clock.monotonic() + RETRY_S

@@ -51,7 +51,7 @@ def test_heartbeats_carry_the_report_and_commands_are_acknowledged(learner, conn
     client.report({"mode": "collect"})
     client.command("goto", "evaluate")
     until(lambda: learner.hear(m.Heartbeat))
-    assert learner.hear(m.Heartbeat)[-1].report == {"mode": "collect"}
+    assert learner.hear(m.Heartbeat)[-1].report == {"mode": "collect", "outbox": 0}
     until(lambda: "goto as number 7" in caplog.text)
     assert [(command.name, command.argument) for command in learner.hear(m.Command)] == [("goto", "evaluate")]
     client.close()

@@ -1,7 +1,9 @@
 """Sealed episodes become LeRobot datasets while the run goes on: equal to the store, whole whenever the export is
 killed, replaced when somebody judges anew; and an archived source lets nothing go before it is exported."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,13 +13,14 @@ import pytest
 from serl_client import Outcome, Spec
 from serl_client.errors import ConfigError
 
-from serl_launcher.datasets import episodes, export, exporter
+from serl_launcher.datasets import episodes, export, exporter, shards, single
 from serl_launcher.datasets.export import export_run
 from serl_launcher.datasets.exporter import Exporter
+from serl_launcher.datasets.names import MANIFEST
 from serl_launcher.store.layout import published
 from tests.shared.common import STATE, TOOLS
 
-from .exporting import CAMERA, Run, exported, needs_lerobot, segment
+from .exporting import CAMERA, Run, exported, needs_lerobot, opened, segment
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.slow, needs_lerobot]
 
@@ -57,6 +60,29 @@ def test_lerobot_opens_every_shard_while_the_run_goes_on_and_its_numbers_are_the
     assert Spec.from_dict(manifest["spec"]) == seen
     assert manifest["images"]["lossy"] == (manifest["images"]["stored_as"] == "video")
     assert not list(tmp_path.rglob("images")), "what was encoded is kept once"
+
+
+def test_one_episode_is_taken_along_as_a_shard_or_a_video_unless_it_goes_on_or_has_left(tmp_path, seen, blind):
+    run = Run(tmp_path / "run", seen)
+    run.episodes("e0", "e1")
+    run.add(segment(seen, "e2", ends=""), Outcome("e1", True))
+    single.make(run.folder, "e1", tmp_path / "one.zip")
+    shutil.unpack_archive(tmp_path / "one.zip", tmp_path / "one")
+    dataset, table = opened(tmp_path / "one")
+    assert dataset.num_episodes == 1
+    assert np.array_equal(table["action"].astype(np.float32), segment(seen, "e1").action)
+    assert json.loads((tmp_path / "one" / MANIFEST).read_text())["episodes"][0]["success"] is True
+    single.make(run.folder, "e1", tmp_path / "one.mp4")
+    assert shards._frames(tmp_path / "one.mp4") == 7
+    for name in ("e2", "e9", ""):
+        with pytest.raises(ConfigError, match="is no episode that has ended"):
+            single.make(run.folder, name, tmp_path / "two.zip")
+    full = Run(tmp_path / "full", blind, capacity=20)
+    full.episodes(*(f"e{i}" for i in range(6)))
+    for name, out, why in (("e0", "two.zip", "has left the store"), ("e5", "two.mp4", "has no camera")):
+        with pytest.raises(ConfigError, match=why):
+            single.make(full.folder, name, tmp_path / out)
+    assert not [*tmp_path.glob("two*")]
 
 
 def test_episodes_of_two_actors_and_of_two_phases_are_kept_apart(tmp_path, blind):

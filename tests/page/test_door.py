@@ -152,10 +152,19 @@ def test_what_is_no_question_ends_its_connection_and_no_other(browse, served, me
     assert until(lambda: counted(served, "bad message")) == 1
 
 
-def test_a_token_is_never_kept_nor_shown_again(served, browse):
+def test_a_token_is_never_kept_nor_shown_again_but_outlives_its_process(served, browse):
     token = served.page.tokens.make("operator")
     assert browse(token=token).welcome()
     assert token not in repr(vars(served.page.tokens))
+    file = served.server.run_dir / "page.tokens"
+    assert token not in file.read_text()
+    assert door.Tokens(file).role(token) == "operator"
+    beside = door.Tokens(file).make("viewer")  # of another process, as tools/page.py
+    served.page.tokens.make("viewer")
+    assert [door.Tokens(file).role(each) for each in (token, beside)] == ["operator", "viewer"]
+    for damaged in ("{", "[]", '{"1": 2}', '{"1": ["operator", "x"]}'):
+        file.write_text(damaged)
+        assert door.Tokens(file).role(token) is None
 
 
 # -- more than one browser wants

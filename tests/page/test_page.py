@@ -1,12 +1,13 @@
 """What the page shows is what the run holds, and an order does what its button says, or says why not."""
 
 import io
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from PIL import Image
-from serl_client import Feature
+from serl_client import Feature, Outcome
 
 from serl_launcher.page import orders
 from serl_launcher.store.index import Index
@@ -70,16 +71,27 @@ def test_an_actor_that_reports_nonsense_spoils_nothing(browse, arm):
     assert (actor["rate"], actor["steps"], actor["late"], actor["takeovers"], actor["text"]) == (0, 0, 0, 0, "1")
 
 
-def test_episodes_curves_and_numbers_are_those_of_the_run(browse, arm):
+def test_episodes_curves_and_numbers_are_those_of_the_run(served, browse, arm):
+    with_help = blank_segment(tiny_spec(), "e2", 0, 8, ends="terminated")
+    with_help.intervened[2:5] = True
+    push_all(arm, [with_help, Outcome("e2", True)])
+    assert arm.drain(PATIENCE)
+    noted = [{"kind": "machines", "time": 1e9 + 30 * i, "outbox": i, "free": 7.5} for i in range(3)]
+    (served.server.run_dir / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in noted))
     browser = browse()
     browser.welcome()
     told = [(each["id"], each["verdict"], each["steps"], each["return"]) for each in browser.ask("episodes")]
-    assert told == [("e1", "failure", 8, 28.0), ("e0", "success", 8, 28.0)]
+    assert told == [("e2", "success", 8, 0.0), ("e1", "failure", 8, 28.0), ("e0", "success", 8, 28.0)]
+    assert [each["id"] for each in browser.ask("episodes", which="assisted", source="online", actor="arm")] == ["e2"]
+    assert browser.ask("episodes", which="failure", actor="other") == []
     numbers = {each["name"]: each["value"] for each in browser.ask("state")["numbers"]}
     assert numbers["success alone"].startswith("1 of 2 [")
-    assert (numbers["episodes"], numbers["replay buffer"]) == ("2", "16 steps")
+    assert numbers["success with help"].startswith("1 of 1 [")
+    assert (numbers["episodes"], numbers["replay buffer"]) == ("3", "24 steps")
     curves = {curve["name"]: curve["points"] for curve in browser.ask("curves")}
-    assert [point[:2] for point in curves["success alone"]] == [[8, 100.0], [16, 50.0]]
+    assert [point[:2] for point in curves["unassisted success"]] == [[8, 100.0], [16, 50.0], [24, 33.333333]]
+    assert [point[:2] for point in curves["success with help"]] == [[24, 100.0]]
+    assert (curves["outboxes"], curves["free disk"]) == ([[0, 0], [0.5, 1], [1, 2]], [[0, 7.5], [0.5, 7.5], [1, 7.5]])
 
 
 def test_an_image_is_the_newest_row_of_its_episode(served, browse, join):

@@ -102,6 +102,7 @@ def test_the_numbers_of_facts_and_report_are_those_of_the_summary(finished):
     assert [(phase.state, phase.mode) for phase in facts.phases][-1] == ("done", "evaluate")
     assert facts.state == "ended"
     assert facts.curves.success
+    assert facts.curves.machines.keys() >= {"age", "free"}
     assert facts.curves.losses["critic_loss"]
     assert facts.control.fps == 10
     again = summary["eval"] | {"success": 0.5}

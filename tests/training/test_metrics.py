@@ -11,6 +11,7 @@ import pytest
 from serl_client.errors import ConfigError
 
 from serl_launcher.training import metrics
+from serl_launcher.training.machine import MACHINES, machines_of
 from serl_launcher.training.metrics import MetricsLog, mirrored
 from tests.shared.common import until
 
@@ -26,6 +27,21 @@ with mirrored(path, "auto"):
     print("written", flush=True)
     time.sleep(60)
 """
+
+
+def test_of_the_machines_it_notes_what_is_told_and_nothing_of_what_is_not(tmp_path):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights/1f.safetensors").touch()
+    clients = [
+        {"role": "actor", "rate": 9.5, "late": 2, "outbox": 3_000_000}, {"role": "learner", "rate": 1, "late": 100},
+        {"role": "actor", "rate": 0.0, "late": 1, "outbox": 500_000},
+        {"role": "actor", "rate": "x", "late": float("nan"), "outbox": None},
+    ]  # fmt: skip
+    told = machines_of(tmp_path, clients, {"sha256": "1f"})
+    assert (told["rate"], told["late"], told["outbox"]) == (9.5, 3, 3.5)
+    assert told["age"] >= 0
+    assert told.keys() == MACHINES.keys()
+    assert machines_of(tmp_path, [], {}).keys() == {"free"}
 
 
 @pytest.fixture(autouse=True)

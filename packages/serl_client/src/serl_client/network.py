@@ -274,7 +274,7 @@ class Network(threading.Thread):
     def _beat(self) -> None:
         self._beaten_at = clock.monotonic()
         try:
-            self.server.send(m.Heartbeat(dict(self.report)))
+            self.server.send(m.Heartbeat({**self.report, "outbox": self.send_queue.pending[1]}))
         except MessageError as error:  # the report is too long: send the heartbeat without it
             self._complain(str(error))
             self.server.send(m.Heartbeat({}))
