@@ -1,4 +1,4 @@
-"""Makes one episode of a run a file to take along: a video of its cameras, or a shard of its own in a zip archive.
+"""Makes one episode a file to take along: a video of its cameras, or a shard of its own as a zip archive.
 
 A process of its own, `python -m serl_launcher.datasets.single RUN EPISODE OUT`, because LeRobot brings torch.
 """

@@ -266,10 +266,10 @@ async function draw() {
 
 function plot(made, { points, unit, over }) {
   const ys = points.flatMap((point) => point.slice(1)), last = points.at(-1);
-  const low = Math.min(0, ...ys), top = Math.max(...ys), begin = points[0][0];
-  const high = unit === "%" ? 100 : top > low ? top : low + 1;
+  const isShare = unit === "%", top = Math.max(...ys), begin = points[0][0];
+  const low = isShare ? 0 : Math.min(0, ...ys), high = isShare ? 100 : top > low ? top : low + 1;
   const x = (value) => (100 * (value - begin)) / Math.max(last[0] - begin, 1e-9);
-  const y = (value) => 100 - (100 * (value - low)) / (high - low);
+  const y = (value) => 100 - (100 * (Math.min(Math.max(value, low), high) - low)) / (high - low);
   const line = (index) => points.map((point) => `${x(point[0])} ${y(point[index])}`);
   const svg = made.querySelector("svg"), parts = [];
   const add = (name, kind, d) => {

@@ -52,7 +52,7 @@ def test_who_is_there_what_it_reports_and_what_lags(learner, spec, tmp_path):
     assert "phase      second (collect)" in said
     assert "source     online: 0 of 1,000 steps, 0 evicted" in said
     assert re.search(r"actor      left: seen \d+\.\d s ago", said)
-    assert ", directive 1, rate 10.0\n" in said
+    assert ", directive 1, rate 10.0, outbox 0\n" in said
     assert "lags       left: directive 1, the newest is 2" in said
     assert "missing" not in said
     assert {client["actor"] for client in report["clients"]} == {"left", "trainer", "inference"}
