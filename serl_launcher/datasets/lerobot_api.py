@@ -1,14 +1,19 @@
 """Every call into lerobot's datasets that differs between its versions: 0.4.4 on Python 3.11, 0.6.1 on newer ones.
 
-Each import is silenced, and asks nobody on the network.
+Each import is silenced. `upload` alone asks somebody on the network.
 """
 
 import importlib
 import importlib.util
+import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from serl_client.errors import ConfigError
 
 CONVERTERS = "lerobot.scripts.convert_dataset_v21_to_v30", "lerobot.datasets.v30.convert_dataset_v21_to_v30"
 
@@ -26,12 +31,31 @@ def dataset_class() -> Any:
     return LeRobotDataset
 
 
-def create(folder: Path, fps: Any, features: Mapping[str, Any], codec: str | None) -> Any:
-    """Return a new LeRobotDataset to be written into `folder`. codec: of videos; None: images as PNG."""
+def create(
+    folder: Path, fps: Any, features: Mapping[str, Any], codec: str | None, robot_type: str | None = None,
+    copy: Callable[[str, Path, Path], None] | None = None,
+) -> Any:  # fmt: skip
+    """Return a new LeRobotDataset to be written into `folder`. codec: of videos; None: images as PNG.
+
+    copy: makes the video of an episode in place of the encoder, as copy(camera, folder of its images, file to make).
+    """
     more = _encoder(codec) if codec else {}
-    return dataset_class().create(
-        "retake/shard", fps, features, root=folder, use_videos=codec is not None, encoder_threads=1, **more
-    )
+    dataset = dataset_class().create(
+        "retake/shard", fps, features, root=folder, robot_type=robot_type, use_videos=codec is not None,
+        encoder_threads=1, **more,
+    )  # fmt: skip
+    if copy:
+        writer = dataset.writer if importlib.util.find_spec("lerobot.datasets.dataset_writer") else dataset
+
+        def copied(camera: str, episode: int) -> Path:
+            images = writer._get_image_file_dir(episode, camera)
+            video = Path(tempfile.mkdtemp(dir=folder)) / f"{episode}.mp4"
+            copy(camera, images, video)
+            shutil.rmtree(images)
+            return video
+
+        writer._encode_temporary_episode_video = copied
+    return dataset
 
 
 def encode(images: Path | str, video: Path, fps: Any, codec: str) -> None:
@@ -56,6 +80,32 @@ def merge(target: Path, folders: Sequence[Path]) -> None:
 
     names = [f"retake/{i}" for i in range(len(folders))]
     aggregate_datasets(names, "retake/merged", roots=[folder.resolve() for folder in folders], aggr_root=target)
+
+
+def upload(folder: Path, name: str, *, private: bool) -> str:
+    """Upload a dataset to the hub as `name`, with the token that this user has there; return its address.
+
+    LeRobot's own push_to_hub would put a licence on it, and asks another server than the user's for its page.
+    Raises ConfigError if there is no token, or the hub refuses it.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "0"
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from lerobot.datasets.utils import create_lerobot_dataset_card
+
+    hub, info = HfApi(token=True), json.loads((folder / "meta/info.json").read_text())
+    there: Any = {"repo_id": name, "repo_type": "dataset"}
+    card = str(create_lerobot_dataset_card(dataset_info=info, repo_id=name))
+    try:
+        address = hub.create_repo(**there, private=private, exist_ok=True)
+        hub.upload_folder(**there, folder_path=folder, ignore_patterns=["images/*"])
+        hub.upload_file(**there, path_or_fileobj=card.encode(), path_in_repo="README.md")
+        hub.create_tag(**there, tag=info["codebase_version"], exist_ok=True)  # lerobot asks for its format by this tag
+    except LocalTokenNotFoundError:
+        raise ConfigError("the hub needs your token: run `hf auth login` here, or set HF_TOKEN") from None
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ConfigError(f"the hub does not take {name}: {error}") from None
+    return str(address)
 
 
 def converter() -> str:

@@ -295,15 +295,20 @@ class Episode:
                     raise ConfigError(f"{self.where}: an image of {name} is {[*image.size[::-1], 3]}, not {[*shape]}")
                 yield np.asarray(image.convert("RGB"))
 
+    def video(self, name: str) -> tuple[Path, float]:
+        """Return the file that holds its video of a camera, and at which second of it this episode begins."""
+        chunk, file, begin = (
+            self.entry[f"videos/{name}/{what}"] for what in ("chunk_index", "file_index", "from_timestamp")
+        )
+        template = self.dataset.info["video_path"]
+        return self.dataset.path(template, video_key=name, chunk_index=chunk, file_index=file), begin
+
     def _video(self, name: str) -> Iterator[Array]:
         """Decode the episode's frames in order, from its first one on."""
         import av
         from av.error import FFmpegError
 
-        chunk, file, begin = (
-            self.entry[f"videos/{name}/{what}"] for what in ("chunk_index", "file_index", "from_timestamp")
-        )
-        path = self.dataset.path(self.dataset.info["video_path"], video_key=name, chunk_index=chunk, file_index=file)
+        path, begin = self.video(name)
         found, fps = 0, self.dataset.fps
         try:
             with av.open(str(path)) as container:

@@ -11,25 +11,25 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 
 STATE, CAMERA = "observation.state", "observation.images.front"
 
-def make(root, lengths, camera=None, flags=False, names=None, fps=10, still=1000, open=(), early=()):
+def make(root, lengths, camera=None, flags=False, names=None, fps=10, still=1000, open=(), early=(), size=64):
     # still: the last row that is shown. open, early: episodes that have no end, or one in their midst, too
     features = {
         STATE: {"dtype": "float32", "shape": (4,), "names": names},
         "action": {"dtype": "float32", "shape": (2,), "names": None},
     }
     if camera:
-        features[CAMERA] = {"dtype": camera, "shape": (64, 64, 3), "names": ["height", "width", "channels"]}
+        features[CAMERA] = {"dtype": camera, "shape": (size, size, 3), "names": ["height", "width", "channels"]}
     if flags:
         features["next.reward"] = {"dtype": "float32", "shape": (1,), "names": None}
         features |= {f"next.{name}": {"dtype": "bool", "shape": (1,), "names": None} for name in ("done", "success")}
-    data = LeRobotDataset.create("a/b", fps=fps, features=features, root=root, use_videos=True)
+    data = LeRobotDataset.create("a/b", fps=fps, features=features, root=root, robot_type="so_follower")
     rng = np.random.default_rng(0)
     for episode, length in enumerate(lengths):
         for step in range(length):
             state = np.array([episode, step, rng.normal(), rng.normal()], np.float32)
             frame = {STATE: state, "action": np.clip(state[2:], -1, 1), "task": f"task {episode % 2}"}
             if camera:
-                shown, frame[CAMERA] = min(step, still), np.zeros((64, 64, 3), np.uint8)
+                shown, frame[CAMERA] = min(step, still), np.zeros((size, size, 3), np.uint8)
                 frame[CAMERA][:, :, episode % 3], frame[CAMERA][: shown + 1, :, 1] = 8 * shown % 250, 200
             if flags:
                 last = step == length - 1 and episode not in open
@@ -65,6 +65,8 @@ KINDS = {
     "image": {"lengths": [11, 20], "camera": "image"},
     "first": {"lengths": [12, 9], "camera": "video", "flags": True},
     "second": {"lengths": [20, 5, 8], "camera": "video", "flags": True},
+    "pictures": {"lengths": [12, 9], "camera": "image", "flags": True},
+    "small": {"lengths": [4], "camera": "video", "flags": True, "size": 32},
     "slow": {"lengths": [4], "camera": "video", "flags": True, "fps": 5},
     "faulty": {"lengths": [30, 7, 1], "camera": "video", "flags": True, "still": 8, "open": [1], "early": [0]},
 }
