@@ -1,0 +1,112 @@
+"""What came in as a video goes out as that video, and a run's episodes join the dataset that the run began with."""
+
+import json
+from dataclasses import replace
+from itertools import chain
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+from serl_client import Outcome, Stamp
+from serl_client.errors import ConfigError
+
+from serl_launcher.datasets import plain
+from serl_launcher.datasets.export import export_run, imported
+from serl_launcher.datasets.reader import Dataset
+from tests.shared.common import STATE
+from tests.shared.tools import called
+
+from .exporting import Run, needs_lerobot, opened
+from .lerobots import CAMERA
+
+pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.slow, needs_lerobot]
+
+REAL = 1e9  # seconds, when a robot's clock began
+
+
+class Begun(Run):
+    """A run that began with the dataset `first`: it is in the source `demo`, and `online` an arm did `second`."""
+
+    def __init__(self, folder, first, second, slow=1.0, damaged=None):
+        super().__init__(folder, first.spec(), datasets={"demo": str(first.folder)}, count=4)
+        words = {"plan": {"sources": {"online": {"capacity": 400}, "demo": {"dataset": str(first.folder)}}}}
+        OmegaConf.save(OmegaConf.create(words), folder / "config.yaml")
+        self.store.lives.hello("dataset-demo", "outbox2", "B", [])
+        came = chain(*(episode.segments(self.spec, f"dataset-demo-{first.name}-{i:06d}", Stamp(2, "demonstrate", 0))
+                       for i, episode in enumerate(first)))  # fmt: skip
+        for seq, segment in enumerate(came):
+            segment.observation[CAMERA][0, 0, 0] ^= seq == damaged
+            self.store.stage("B", seq, segment)
+        self.store.commit()
+        for i, episode in enumerate(second):
+            done = episode.segments(self.spec, f"e{i}", Stamp(1, "practise", 3))
+            self.add(*(replace(segment, time=REAL + slow * segment.time) for segment in done))
+            self.add(Outcome(f"e{i}", i % 2 == 0))
+        self.work(rest=True)
+
+
+def seen(folder):
+    """What LeRobot shows of a dataset, [frames, C, H, W]."""
+    dataset, _ = opened(folder)
+    return np.stack([dataset[i][CAMERA].numpy() for i in range(len(dataset))])
+
+
+def test_an_imported_episode_keeps_its_video_and_what_went_twice_through_a_codec_says_so(tmp_path, made):
+    first = made["first"]
+    run = Begun(tmp_path / "run", first, made["second"])
+    [shard] = (run.folder / "datasets/demo").iterdir()
+    assert np.array_equal(seen(shard), seen(first.folder)), "each pixel, as LeRobot decodes both"
+    stored = {place.name: run.manifest(name, place.name)["images"]["encodings"]
+              for place in (run.folder / "datasets").iterdir() for name in run.shards(place.name)}  # fmt: skip
+    assert stored == {"demo": 1, "online": 1}
+    run.judge("dataset-demo-first-000001", True)
+    assert run.manifest(shard.name, "demo")["version"] == 2
+    assert np.array_equal(seen(shard), seen(first.folder)), "a verdict encodes nothing"
+    other = Begun(tmp_path / "other", first, [], damaged=3)
+    [name] = other.shards("demo")
+    assert other.manifest(name, "demo")["images"]["encodings"] == 2, "one pixel of one image is another one"
+
+
+@pytest.mark.parametrize("kind", ["first", "pictures"])
+def test_a_runs_own_episodes_are_merged_by_lerobot_with_the_dataset_that_it_began_with(tmp_path, made, kind):
+    first, second = made[kind], made["second"]
+    run = Begun(tmp_path / "run", first, second)
+    run.store.close()
+    out, whole = tmp_path / "plain", tmp_path / "whole"
+    status, said = called("data", "export", run.folder, "--plain", out)
+    assert status == 0, said
+    assert f"{out}: 3 episodes, 33 frames" in said
+    assert "1 of them are failures" in said
+    assert "2 episodes came from a dataset and are not in it" in said
+    theirs, mine = first.info, Dataset(out).info
+    assert (mine["features"], mine["robot_type"], mine["fps"]) == (theirs["features"], "so_follower", 10)
+    status, said = called("data", "merge", whole, first.folder, out)
+    assert status == 0, said
+    shards = [Dataset(path) for path in export_run(run.folder, 4) if path.parent.name == "online"]
+    expected = [*first, *chain(*shards)]
+    names = {name: name for name in first.features}
+    for episode, original in zip(Dataset(whole), expected, strict=True):
+        plain.check_same(episode, original, names)
+    assert [episode.column(STATE)[0, 0] for episode in Dataset(out)] == [0, 1, 2]
+    assert called("data", "export", run.folder, "--plain", out)[0] == 1, "nothing is written over"
+    made_of = plain.write(tmp_path / "good", [s.folder for s in shards], imported(run.folder), True)
+    assert (made_of.episodes, made_of.frames, made_of.failures) == (2, 28, 0)
+
+
+def test_what_would_spoil_the_users_dataset_is_not_written(tmp_path, made, caplog):
+    run = Begun(tmp_path / "run", made["first"], made["second"], slow=1.3)
+    run.store.close()
+    shards, begun, out = export_run(run.folder, 4), imported(run.folder), tmp_path / "plain"
+    for words, reason in (
+        ({"calibration": "arm.json"}, "is in percent, and the run has made degrees"),
+        ({"dataset": str(made["low"].folder.parent / "gone")}, "holds no LeRobot dataset"),
+        ({"dataset": str(made["slow"].folder)}, "has 5 rows per second, the run 10"),
+        ({"dataset": str(made["small"].folder)}, r"is \[32, 32, 3\], that of the run \[64, 64, 3\]"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            plain.write(out, shards, {"demo": begun["demo"] | words}, False)
+        assert not list(tmp_path.glob("plain*"))
+    plain.write(out, shards, {}, False)
+    features = json.loads((out / "meta/info.json").read_text())["features"]
+    assert set(features) - set(plain.INDICES) == {STATE, "action", CAMERA}
+    assert "its rate is not 10 rows per second: LeRobot will show its rows at 10" in caplog.text
