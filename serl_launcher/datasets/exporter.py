@@ -1,7 +1,7 @@
 """Decides which closed episodes go into which LeRobot dataset ("shard"), and into recordings.
 
-`Exporter` knows which episodes there are, which shards hold them, and what to write next. export.py calls it; shards.py
-writes one shard.
+`Exporter` knows which episodes there are, which shards hold them, and what to write next. export.py calls it; maker.py
+makes one shard.
 """
 
 import json

@@ -99,7 +99,8 @@ def upload(folder: Path, name: str, *, private: bool) -> str:
     try:
         address = hub.create_repo(**there, private=private, exist_ok=True)
         hub.upload_folder(**there, folder_path=folder, ignore_patterns=["images/*"])
-        hub.upload_file(**there, path_or_fileobj=card.encode(), path_in_repo="README.md")
+        if not (folder / "README.md").exists():
+            hub.upload_file(**there, path_or_fileobj=card.encode(), path_in_repo="README.md")
         hub.create_tag(**there, tag=info["codebase_version"], exist_ok=True)  # lerobot asks for its format by this tag
     except LocalTokenNotFoundError:
         raise ConfigError("the hub needs your token: run `hf auth login` here, or set HF_TOKEN") from None

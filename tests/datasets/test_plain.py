@@ -1,7 +1,9 @@
 """What came in as a video goes out as that video, and a run's episodes join the dataset that the run began with."""
 
 import json
+from base64 import b64decode
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 
 import numpy as np
@@ -14,7 +16,8 @@ from serl_launcher.datasets import plain
 from serl_launcher.datasets.export import export_run, imported
 from serl_launcher.datasets.reader import Dataset
 from tests.shared.common import STATE
-from tests.shared.tools import called
+from tests.shared.here import thread
+from tests.shared.tools import called, typed
 
 from .exporting import Run, needs_lerobot, opened
 from .lerobots import CAMERA
@@ -110,3 +113,66 @@ def test_what_would_spoil_the_users_dataset_is_not_written(tmp_path, made, caplo
     features = json.loads((out / "meta/info.json").read_text())["features"]
     assert set(features) - set(plain.INDICES) == {STATE, "action", CAMERA}
     assert "its rate is not 10 rows per second: LeRobot will show its rows at 10" in caplog.text
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Takes what the hub's own client sends."""
+
+    def do_GET(self):
+        known = {"id": "me/pick", "sha": "0" * 40, "private": True, "downloads": 0, "likes": 0, "tags": []}
+        self.answer(known | {"siblings": [], "xetEnabled": False})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append((self.path, self.headers["Authorization"], body))
+        answer = {"url": f"{self.server.address}/datasets/me/pick", "files": [], "errors": [], "warnings": []}
+        if "/preupload/" in self.path:
+            asked = json.loads(body)["files"]
+            answer["files"] = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in asked]
+        if "/commit/" in self.path:
+            answer |= {"success": True, "commitOid": "0" * 40, "commitUrl": f"{answer['url']}/commit/{'0' * 40}"}
+        self.answer(answer)
+
+    def answer(self, answer):
+        said = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A stub of the hub on loopback; this user has no token."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.asked, server.address = [], f"http://127.0.0.1:{server.server_port}"
+        for name, value in (("HF_ENDPOINT", server.address), ("HF_HOME", str(tmp_path / "home"))):
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        with thread(server.serve_forever):
+            yield server
+            server.shutdown()
+
+
+def test_a_dataset_goes_to_the_hub_when_its_user_says_so_whole_and_for_nobody_else(made, hub, monkeypatch):
+    folder = made["first"].folder
+    status, said = typed("data", "upload", folder, "me/pick")
+    assert (status, hub.asked) == (1, [])
+    assert "the hub needs your token: run `hf auth login`" in said
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    status, said = typed("data", "upload", folder, "me/pick")
+    assert status == 0, said
+    assert said.strip().endswith(f"{hub.address}/datasets/me/pick")
+    assert {token for _, token, _ in hub.asked} == {"Bearer hf_mine"}
+    [asked] = [json.loads(body) for path, _, body in hub.asked if path == "/api/repos/create"]
+    assert (asked["private"], asked["type"]) == (True, "dataset")
+    lines = [json.loads(line) for path, _, body in hub.asked if "/commit/" in path for line in body.splitlines()]
+    sent = {line["value"]["path"]: b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"}
+    assert "LeRobot" in sent.pop("README.md").decode()
+    files = (path for path in folder.rglob("*") if path.is_file())
+    assert sent == {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    [tag] = [json.loads(body)["tag"] for path, _, body in hub.asked if "/tag/" in path]
+    assert tag == "v3.0"
