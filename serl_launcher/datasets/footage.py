@@ -18,7 +18,8 @@ from serl_client.spec import Array
 from serl_launcher.datasets.reader import Dataset, Episode, reading
 from serl_launcher.replay.views import EpisodeInfo
 
-ENCODERS = {"av1": "libsvtav1", "h264": "h264", "hevc": "hevc"}  # codec of a video: LeRobot's name of its encoder
+ENCODERS = {"av1": "libsvtav1", "h264": "h264"}  # codec of a video: LeRobot's name of its encoder. Not hevc: LeRobot
+# often fails to append its videos
 
 
 class Differs(Exception):

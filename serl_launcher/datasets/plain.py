@@ -133,7 +133,10 @@ def _codec(spec: Spec, like: Dataset | None, copied: str | None) -> str:
     first = like.episode(0) if like else None
     codec = footage.joined([first]) if first else copied or shards.codec_for(spec)
     if codec is None or codec not in (copied, shards.codec_for(spec, first)):
-        raise ConfigError("videos like those of the dataset that the run began with cannot be written on this machine")
+        raise ConfigError(
+            "videos like those of the dataset that the run began with cannot be written on this machine: LeRobot needs "
+            "its encoder, and merges AV1 and H.264 alone"
+        )
     return codec
 
 

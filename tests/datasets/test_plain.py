@@ -9,10 +9,11 @@ from itertools import chain
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from PIL import Image
 from serl_client import Outcome, Stamp
 from serl_client.errors import ConfigError
 
-from serl_launcher.datasets import plain
+from serl_launcher.datasets import footage, lerobot_api, plain, shards
 from serl_launcher.datasets.export import export_run, imported
 from serl_launcher.datasets.reader import Dataset
 from tests.shared.common import STATE
@@ -85,21 +86,21 @@ def test_a_runs_own_episodes_are_merged_by_lerobot_with_the_dataset_that_it_bega
     assert (mine["features"], mine["robot_type"], mine["fps"]) == (theirs["features"], "so_follower", 10)
     status, said = called("data", "merge", whole, first.folder, out)
     assert status == 0, said
-    shards = [Dataset(path) for path in export_run(run.folder, 4) if path.parent.name == "online"]
-    expected = [*first, *chain(*shards)]
+    online = [Dataset(path) for path in export_run(run.folder, 4) if path.parent.name == "online"]
+    expected = [*first, *chain(*online)]
     names = {name: name for name in first.features}
     for episode, original in zip(Dataset(whole), expected, strict=True):
         plain.check_same(episode, original, names)
     assert [episode.column(STATE)[0, 0] for episode in Dataset(out)] == [0, 1, 2]
     assert called("data", "export", run.folder, "--plain", out)[0] == 1, "nothing is written over"
-    made_of = plain.write(tmp_path / "good", [s.folder for s in shards], imported(run.folder), True)
+    made_of = plain.write(tmp_path / "good", [shard.folder for shard in online], imported(run.folder), True)
     assert (made_of.episodes, made_of.frames, made_of.failures) == (2, 28, 0)
 
 
 def test_what_would_spoil_the_users_dataset_is_not_written(tmp_path, made, caplog):
     run = Begun(tmp_path / "run", made["first"], made["second"], slow=1.3)
     run.store.close()
-    shards, begun, out = export_run(run.folder, 4), imported(run.folder), tmp_path / "plain"
+    folders, begun, out = export_run(run.folder, 4), imported(run.folder), tmp_path / "plain"
     for words, reason in (
         ({"calibration": "arm.json"}, "is in percent, and the run has made degrees"),
         ({"dataset": str(made["low"].folder.parent / "gone")}, "holds no LeRobot dataset"),
@@ -107,12 +108,32 @@ def test_what_would_spoil_the_users_dataset_is_not_written(tmp_path, made, caplo
         ({"dataset": str(made["small"].folder)}, r"is \[32, 32, 3\], that of the run \[64, 64, 3\]"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            plain.write(out, shards, {"demo": begun["demo"] | words}, False)
+            plain.write(out, folders, {"demo": begun["demo"] | words}, False)
         assert not list(tmp_path.glob("plain*"))
-    plain.write(out, shards, {}, False)
+    plain.write(out, folders, {}, False)
     features = json.loads((out / "meta/info.json").read_text())["features"]
     assert set(features) - set(plain.INDICES) == {STATE, "action", CAMERA}
     assert "its rate is not 10 rows per second: LeRobot will show its rows at 10" in caplog.text
+
+
+@pytest.mark.parametrize("codec", ["libsvtav1", "h264"])
+def test_an_episode_is_cut_out_of_the_midst_of_a_video_to_the_frame(tmp_path, codec):
+    shape = {"dtype": "video", "shape": (64, 64, 3), "names": ["height", "width", "channels"]}
+    data = lerobot_api.create(tmp_path / "data", 10, {CAMERA: shape}, codec)
+    for episode, length in enumerate((7, 12, 5, 1)):
+        for step in range(length):
+            data.add_frame({CAMERA: np.full((64, 64, 3), 40 * episode + 5 * step, np.uint8), "task": "see"})
+        shards.save(data)
+    data.finalize()
+    for number, episode in enumerate(Dataset(tmp_path / "data")):
+        images, video = tmp_path / f"{number}", tmp_path / f"{number}.mp4"
+        images.mkdir()
+        for step, image in enumerate(episode.images(CAMERA)):
+            Image.fromarray(image).save(images / f"frame-{step:06d}.png")
+        footage.take(episode, CAMERA, images, video)
+        (images / f"frame-{len(episode) - 1:06d}.png").unlink()
+        with pytest.raises(footage.Differs):
+            footage.take(episode, CAMERA, images, video)
 
 
 class Hub(BaseHTTPRequestHandler):
