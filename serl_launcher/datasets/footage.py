@@ -156,7 +156,8 @@ def _shows(video: Path, images: Path) -> bool:
     with reading(video), av.open(str(video)) as container:
         frames = (frame.to_ndarray(format="rgb24") for frame in container.decode(container.streams.video[0]))
         nothing = np.empty(0, np.uint8)
-        return all(np.array_equal(*pair) for pair in itertools.zip_longest(frames, stills(), fillvalue=nothing))
+        is_same = all(np.array_equal(*pair) for pair in itertools.zip_longest(frames, stills(), fillvalue=nothing))
+    return is_same
 
 
 def _videos(dataset: Dataset) -> list[str]:

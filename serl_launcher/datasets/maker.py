@@ -52,10 +52,10 @@ class ShardMaker:
         dataset that it came from, those are copied; else all are encoded.
         """
         part, earlier = part_of(shard), _earlier(shard, before)
-        origins = {info.number: earlier.get(info.number) or self._origins(info) for info in infos}
+        origins = {info.number: found for info in infos if (found := earlier.get(info.number) or self._origins(info))}
         copied = None
         if copies and self._codec:
-            copied = footage.joined(origins[info.number] for info in infos if _stays(info, before))
+            copied = footage.joined(origins.get(info.number) for info in infos if _stays(info, before))
         left_out: LeftOut = []
         again: set[int] = set()  # episodes of which nothing but the version before is left
 
