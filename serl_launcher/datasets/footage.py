@@ -6,7 +6,7 @@ can be cut out of that file.
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -71,8 +71,10 @@ def generation(episode: Episode | None) -> int:
     """Return how often the images of an episode went through a codec, as far as its dataset says. None: never."""
     if episode is None:
         return 0
-    manifest = episode.dataset.manifest or {}
-    return int((manifest.get("images") or {}).get("encodings", bool(_videos(episode.dataset))))
+    with suppress(ConfigError), reading(episode.dataset.folder):
+        manifest = episode.dataset.manifest or {}
+        return int((manifest.get("images") or {})["encodings"])
+    return int(bool(_videos(episode.dataset)))
 
 
 def kinds(episode: Episode) -> dict[str, Any]:
@@ -148,16 +150,18 @@ def _shows(video: Path, images: Path) -> bool:
     import av
     from PIL import Image
 
-    def stills() -> Iterable[Array]:
+    def frames() -> Iterator[Array]:
+        with reading(video), av.open(str(video)) as container:
+            for frame in container.decode(container.streams.video[0]):
+                yield frame.to_ndarray(format="rgb24")
+
+    def stills() -> Iterator[Array]:
         for path in sorted(images.iterdir()):
             with Image.open(path) as image:
                 yield np.asarray(image.convert("RGB"))
 
-    with reading(video), av.open(str(video)) as container:
-        frames = (frame.to_ndarray(format="rgb24") for frame in container.decode(container.streams.video[0]))
-        nothing = np.empty(0, np.uint8)
-        is_same = all(np.array_equal(*pair) for pair in itertools.zip_longest(frames, stills(), fillvalue=nothing))
-    return is_same
+    nothing = np.empty(0, np.uint8)
+    return all(np.array_equal(*pair) for pair in itertools.zip_longest(frames(), stills(), fillvalue=nothing))
 
 
 def _videos(dataset: Dataset) -> list[str]:
