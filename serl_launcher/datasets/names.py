@@ -10,6 +10,7 @@ LeRobot has no row for the observation after the last action: it stays in the st
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from serl_client.spec import Feature, Spec
@@ -32,6 +33,11 @@ STORED = {  # a step's field in the store: its column in a shard
     "reward": REWARD, "terminated": TERMINATED, "truncated": TRUNCATED,
     **{name: name for name in (INTERVENED, CHUNK_START, GAP, CHUNK_DELAY, TIME, WEIGHTS_VERSION, DIRECTIVE)},
 }  # fmt: skip
+KNOWN = {  # a column of lerobot's, or of HIL-SERL's: its name here
+    "complementary_info.is_intervention": INTERVENED,  # lerobot.rl
+    "is_intervention": INTERVENED,
+    "intervention": INTERVENED,  # lerobot-rollout
+}
 RESERVED = {*COLUMNS, "timestamp", "frame_index", "episode_index", "index", "task_index", "task"}
 
 
@@ -57,6 +63,22 @@ def column(name: str, spec: Spec) -> str:
         name = name.replace("image", "picture")
     name = name.replace("/", ".")
     return f"extras.{name}" if name in RESERVED else name
+
+
+def order(mine: Feature, theirs: Feature) -> list[int] | None:
+    """Return which entries of a vector, in which order, are those of another one; None: all, as they are."""
+    if not theirs.names or mine.names == theirs.names or not {*theirs.names} <= {*mine.names}:
+        return None
+    are_vectors = mine.shape == (len({*mine.names}),) and theirs.shape == (len(theirs.names),)
+    return [mine.names.index(name) for name in theirs.names] if are_vectors else None
+
+
+def ordered(mine: Feature, theirs: Feature) -> Feature:
+    """Return a feature with the entries of another one, where it has them by name; else as it is."""
+    if (found := order(mine, theirs)) is None:
+        return mine
+    units = tuple(mine.units[i] for i in found) if mine.units else ()
+    return replace(mine, shape=theirs.shape, names=theirs.names, units=units)
 
 
 def misfit(features: Mapping[str, Feature], fps: float, spec: Spec) -> str:
