@@ -124,9 +124,9 @@ def _fitting(dataset: Dataset, spec: Spec) -> Change:
     """Guess which change makes a dataset fit: the nearest names, images as the run's cameras cut theirs."""
     rename, cuts = dict(dataset.change.rename), {name: dataset.change.of(name) for name in spec.images}
     described = dataset.described(spec)
-    free = [name for name in dataset.features if name.startswith("observation.") and name not in spec.observation]
+    free = [name for name in dataset.features if name not in {*spec.observation, "action", *FATE}]
     for name, theirs in {**spec.observation, "action": spec.action}.items():
-        alike = [other for other in free if names.is_image(dataset.features[other]) == names.is_image(theirs)]
+        alike = [other for other in free if _are_alike(dataset.features[other], theirs)]
         if name not in described and alike:
             rename[dataset.original(alike[0])] = name
             free.remove(alike[0])
@@ -141,6 +141,10 @@ def _fitting(dataset: Dataset, spec: Spec) -> Change:
                 left.remove(rename[own])
     crops, sizes = ({name.removeprefix(IMAGES): both[i] for name, both in cuts.items()} for i in (0, 1))
     return Change(rename, _shared(crops), _shared(sizes), spec.fps if dataset.fps != spec.fps else dataset.change.fps)
+
+
+def _are_alike(mine: Feature, theirs: Feature) -> bool:
+    return names.is_image(mine) if names.is_image(theirs) else mine.shape == theirs.shape
 
 
 def _shared(cuts: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,14 @@ LeRobot has no row for the observation after the last action: it stays in the st
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
+from serl_client.words import check_choice
+
+from serl_launcher.datasets.tables import entry_names
 
 MANIFEST = "retake.json"  # the file in which a shard says what LeRobot has no place for
 LEFT_OUT = "left_out"  # folder beside those of the sources: the episodes that no shard takes, as NumPy files
@@ -63,6 +68,24 @@ def column(name: str, spec: Spec) -> str:
         name = name.replace("image", "picture")
     name = name.replace("/", ".")
     return f"extras.{name}" if name in RESERVED else name
+
+
+def called(entries: Mapping[str, Mapping[str, Any]], rename: Mapping[str, str], where: str) -> dict[str, str]:
+    """Return {column of info.json's features: its name here}, by `rename`, else as it is KNOWN, else its own.
+
+    where: the setting. Raises ConfigError for a rename of nothing, or of two columns to the same name.
+    """
+    parts = {part for entry in entries.values() for part in entry_names(entry)}
+    for name in rename:
+        check_choice(name, [*entries, *parts], "column or entry", where)
+    found = {column: rename.get(column, column) for column in entries}
+    for column, name in KNOWN.items():
+        if found.get(column) == column and name not in found.values():
+            found[column] = name
+    for name in set(found.values()):
+        if len(columns := [column for column in found if found[column] == name]) > 1:
+            raise ConfigError(f"{where}: {', '.join(columns)} are all called {name}: name one of them so")
+    return found
 
 
 def order(mine: Feature, theirs: Feature) -> list[int] | None:

@@ -15,6 +15,7 @@ from serl_client.spec import Array
 from serl_launcher.datasets import names, tables
 
 SLACK = 0.05  # share of a period by which time stamps may be off
+GAP = 10  # periods between two rows, over which no row is shown
 EVENTS = (names.REWARD, *names.ENDS)
 
 
@@ -81,8 +82,8 @@ def pieces(entry: Mapping[str, Any], tasks: Array, times: Array, fps: float, to:
     for begin, end in zip([0, *ends], ends, strict=False):
         if fps == to:
             made.append(Piece(entry, begin, end))
-        elif (np.diff(times[begin:end]) <= 0).any():
-            made.append(Piece(entry, begin, end, fault="its time stamps do not go forward, so it cannot be resampled"))
+        elif not ((passed := np.diff(times[begin:end]) * fps) > 0).all() or (passed > GAP).any():
+            made.append(Piece(entry, begin, end, fault=f"its time stamps stand still, go back, or leap {GAP} periods"))
         else:
             made.append(Piece(entry, begin, end, resample(times[begin:end], fps, to)))
     return made

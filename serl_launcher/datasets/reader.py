@@ -26,7 +26,6 @@ from serl_client.images import cut, cut_shape
 from serl_client.names import MAX_NAME, cleaned
 from serl_client.recorder import segment_rows
 from serl_client.spec import Array, Feature, Spec
-from serl_client.words import check_choice
 
 from serl_launcher.datasets import names, tables
 from serl_launcher.datasets.lerobot_api import how_to_convert
@@ -54,7 +53,8 @@ class Dataset:
         if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
             raise ConfigError(f"a dataset needs {', '.join(missing)}: {names.INSTALL}")
         self.folder, self.name = folder, folder.resolve().name
-        self.change, self._table = change, ((folder, True), None)  # which file was read last, whole or not; its table
+        self.change = change
+        self._read: tuple[Any, ...] = (None, None, None)  # the file read last, its table, and the episode of each row
         with reading(folder):
             self._open()
 
@@ -68,37 +68,26 @@ class Dataset:
         try:
             self.recorded_fps = float(self.info["fps"])
             self.fps = self.change.fps or self.recorded_fps
-            self.names = self._called()
-            self._entries = {self.names[column]: entry for column, entry in self.info["features"].items()}
-            made = {name: tables.feature(entry, self.change.rename) for name, entry in self._entries.items()}
-            self._native = {name: feature for name, feature in made.items() if feature}  # images before they are cut
+            entries = dict(self.info["features"])
+            made = {column: tables.feature(entry, self.change.rename) for column, entry in entries.items()}
         except (AttributeError, ConfigError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{folder}: meta/info.json is not LeRobot's (no fps, or features): {error!r}") from None
+        self.names = names.called(entries, self.change.rename, f"rename, of {folder}")
+        self._entries = {self.names[column]: entry for column, entry in entries.items()}
+        self._native = {self.names[column]: made[column] for column in made if made[column]}  # before images are cut
         self.features = {name: self._cut(name, feature) for name, feature in self._native.items()}
-        episodes = self._read_episodes()
-        frames = sum(episode["length"] for episode in episodes)
+        self._episodes = self._read_episodes()
+        frames = sum(episode["length"] for episode in self._episodes)
         if frames != self.info["total_frames"]:
             raise ConfigError(
                 f"{folder} is not whole: its episodes have {frames:,} frames, meta/info.json says "
                 f"{self.info['total_frames']:,}"
             )
-        self.pieces = [piece for episode in episodes for piece in self._pieces(episode)]
+        changing = self._changing()
+        self.pieces = [
+            piece for each in self._episodes for piece in self._pieces(each, each["episode_index"] in changing)
+        ]
         self.lengths: list[int] = [len(piece) for piece in self.pieces]
-
-    def _called(self) -> dict[str, str]:
-        """Return {column: its name here}. Raises ConfigError for a rename of nothing, or of two to the same name."""
-        entries, rename = self.info["features"], self.change.rename
-        parts = {part for entry in entries.values() for part in tables.entry_names(entry)}
-        for name in rename:
-            check_choice(name, [*entries, *parts], "column or entry", f"rename, of {self.folder}")
-        found = {column: rename.get(column, column) for column in entries}
-        for column, name in names.KNOWN.items():
-            if found.get(column) == column and name not in found.values():
-                found[column] = name
-        if twice := [name for name in found.values() if [*found.values()].count(name) > 1]:
-            columns = ", ".join(column for column in found if found[column] == twice[0])
-            raise ConfigError(f"rename, of {self.folder}: {columns} are all called {twice[0]}: name one of them so")
-        return found
 
     def _cut(self, name: str, feature: Feature) -> Feature:
         """Return what `crop` and `size` leave of a camera; another feature as it is."""
@@ -108,9 +97,18 @@ class Dataset:
         except ValueError as error:
             raise ConfigError(f"{self.folder}, {name}: {error}") from None
 
-    def _pieces(self, entry: Mapping[str, Any]) -> list[Piece]:
+    def _changing(self) -> set[int]:
+        """Return the episodes within which the task changes."""
+        found = set[int]()
+        for table in self._tables("episode_index", "task_index"):
+            with suppress(ConfigError), reading(self.folder):
+                episodes, tasks = (tables.numbers(table[name], name) for name in ("episode_index", "task_index"))
+                found.update(episodes[1:][(np.diff(episodes) == 0) & (np.diff(tasks) != 0)].tolist())
+        return found
+
+    def _pieces(self, entry: Mapping[str, Any], has_tasks: bool) -> list[Piece]:
         whole = Piece(entry, 0, entry["length"])
-        if self.fps == self.recorded_fps and len(entry.get("tasks") or ()) < 2:
+        if self.fps == self.recorded_fps and not has_tasks:
             return [whole]
         try:
             rows = self._rows(entry, {"episode_index", "task_index", "timestamp"}.__contains__)
@@ -133,10 +131,11 @@ class Dataset:
     def _rows(self, entry: Mapping[str, Any], wanted: Callable[[str], bool] | None = None) -> Any:
         """Return the table of the rows of an episode, of its columns those that are `wanted`; None: all."""
         path = self._data(entry)
-        if self._table[0] != (path, wanted is None):
-            self._table = (path, wanted is None), read_table(path, wanted or (lambda name: True))
-        table = self._table[1]
-        rows = np.flatnonzero(table["episode_index"].to_numpy() == entry["episode_index"])
+        if self._read[0] != (key := (path, wanted is None)):
+            table = read_table(path, wanted or (lambda name: True))
+            self._read = key, table, table["episode_index"].to_numpy()
+        _, table, episodes = self._read
+        rows = np.flatnonzero(episodes == entry["episode_index"])
         if not 0 < len(rows) == entry["length"] == rows[-1] - rows[0] + 1:
             raise ConfigError(
                 f"{path} has {len(rows)} rows of episode {entry['episode_index']}, which has {entry['length']} frames: "
@@ -150,11 +149,15 @@ class Dataset:
 
     def whole(self, name: str) -> Array:
         """Return a column that is no image of all episodes, [N, *shape], but for files that cannot be read."""
-        found, column = [np.empty(0)], self.original(name)
-        for path in dict.fromkeys(self._data(piece.entry) for piece in self.pieces):
+        column = self.original(name)
+        found = [tables.numbers(table[column], name) for table in self._tables(column)]
+        return np.concatenate([np.empty(0), *found]).reshape(-1, *self.features[name].shape)
+
+    def _tables(self, *columns: str) -> Iterator[Any]:
+        """Yield these columns of each data file, but for files that cannot be read: `episode` tells of them."""
+        for path in dict.fromkeys(map(self._data, self._episodes)):
             with suppress(ConfigError), reading(path):
-                found.append(tables.numbers(read_table(path, column.__eq__)[column], name))
-        return np.concatenate(found).reshape(-1, *self.features[name].shape)
+                yield read_table(path, columns.__contains__)
 
     def original(self, name: str) -> str:
         """Return which column of the dataset has this name here."""

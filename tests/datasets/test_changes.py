@@ -17,8 +17,11 @@ from serl_client.errors import ConfigError
 from serl_client.spec import IMAGES, Feature, Spec
 
 from serl_launcher.config import composed
+from serl_launcher.datasets.columns import became
 from serl_launcher.datasets.importer import import_datasets, open_datasets
+from serl_launcher.datasets.pieces import pieces
 from serl_launcher.datasets.reader import Dataset
+from serl_launcher.datasets.units import Conversion
 from serl_launcher.store.directives import DATASET
 from serl_launcher.store.store import Store
 from serl_launcher.training.plan import Change, Plan, PlanSource
@@ -170,7 +173,10 @@ def test_the_words_that_a_refusal_names_make_the_dataset_usable(tmp_path, made, 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (Change({"main_pam": "pan"}), "no column or entry is called 'main_pam'; did you mean 'main_pan'"),
+        (
+            Change({"main_pam": "pan"}),
+            "^rename, of .*so101: no column or entry is called 'main_pam'; did you mean 'main_pan'",
+        ),
         (Change({f"{IMAGES}up": SIDE}), r"up, observation.images.side are all called observation.images.side"),
         (Change(crop={"up": (0, 80, 481, 480)}), r"images.up: crop \[0, 80, 481, 480\] lies outside of an image of"),
     ],
@@ -186,6 +192,27 @@ def test_a_task_that_changes_begins_another_episode_without_an_outcome_of_its_ow
     assert [episode.task for episode in dataset] == ["task 0", "task 1", "task 0", "task 0", "task 1", "task 2"]
     assert [episode.piece.is_last for episode in dataset] == [False, True, True, False, False, True]
     assert str(dataset.episode(1).where).startswith("episode 0, rows 3 to 5, of ")
+
+
+@pytest.mark.parametrize("times", [[0, 0.1, 0.1, 0.3], [0, 0.2, 0.1, 0.3], [0, 0.1, 1.3, 1.4], [0, 0.1, np.nan, 0.3]])
+def test_rows_whose_times_go_wrong_are_not_resampled_and_say_why(times):
+    (piece,) = pieces({"length": 4}, np.zeros(4), np.array(times), 10, 20)
+    assert "its time stamps stand still, go back, or leap 10 periods" in piece.fault
+    assert len(piece) == 4
+
+
+def test_depths_and_texts_are_left_out_with_the_reason(tmp_path, made):
+    deep, name = shutil.copytree(made["odd"].folder, tmp_path / "deep"), f"{IMAGES}first"
+    info = json.loads((deep / "meta/info.json").read_text())
+    info["features"][name]["info"] = {"is_depth_map": True}
+    (deep / "meta/info.json").write_text(json.dumps(info))
+    dataset = Dataset(deep)
+    assert dataset.cameras == [f"{IMAGES}front.rgb"]
+    said = became(dataset, dataset.spec(), Conversion({}))
+    assert said[name] == "left out: it holds depths"
+    assert said["note"] == "left out: it holds neither numbers nor images (string)"
+    assert said[f"{IMAGES}front.rgb"] == "kept"
+    assert became(made["odd"], made["odd"].spec(), Conversion({}))[name] == "its channels come last"
 
 
 def test_a_dataset_without_statistics_has_the_bounds_of_its_actions(tmp_path, low):
