@@ -55,15 +55,14 @@ def became(dataset: Dataset, spec: Spec, conversion: Conversion) -> dict[str, st
             said[column] = LEFT_OUT + tables.why_not(entry)
         else:
             said[column] = ", ".join([*renamed, LEFT_OUT + "this run's robot has no such column"])
-    if dataset.has(names.TIME):
-        said[dataset.original("timestamp")] = LEFT_OUT + f"{names.TIME} says it"
-    if dataset.is_judged:
-        said[dataset.original(names.REWARD)] += "; each is 0 or 1, so an episode that ends with a 1 has succeeded"
+        if name == "timestamp" and dataset.has(names.TIME):
+            said[column] = LEFT_OUT + f"{names.TIME} says it"
+        if name == names.REWARD and dataset.is_judged:
+            said[column] += "; each is 0 or 1, so an episode that ends with a 1 has succeeded"
+        if name == "task_index" and (cut := sum(not piece.is_last for piece in dataset.pieces)):
+            said[column] += f"; it changes within an episode {cut} times, and another one begins there"
     has_outcome = dataset.is_judged or dataset.has(names.SUCCESS) or dataset.has(names.OUTCOME)
     lacking = [name for name in LACKING if not (has_outcome if name == names.OUTCOME else dataset.has(name))]
-    cut = sum(not piece.is_last for piece in dataset.pieces)
-    if cut:
-        said["task_index"] += f"; it changes within an episode {cut} times, and another one begins there"
     return said | {name: LACKING[name] for name in lacking}
 
 
@@ -82,9 +81,9 @@ def _changed(dataset: Dataset, name: str, theirs: Feature, conversion: Conversio
             yield f"resized from {list(whole)} to {list(size)}"
     elif mine.dtype != theirs.dtype:
         yield f"{mine.dtype} becomes {theirs.dtype}"
-    if (order := names.order(mine, theirs)) is not None:
-        left = [entry for entry in mine.names if entry not in theirs.names]
-        yield "its entries are put in the run's order" + f", and {', '.join(left)} left out" * bool(left or not order)
+    if names.order(mine, theirs) is not None:
+        left = ", ".join(entry for entry in mine.names if entry not in theirs.names)
+        yield "its entries are put in the run's order" + f", and {left} left out" * bool(left)
     entries = {*dataset.change.rename} & {*tables.entry_names(dataset.info["features"][dataset.original(name)])}
     if entries:
         yield f"its entries {', '.join(sorted(entries))} are renamed"
@@ -110,11 +109,11 @@ def note(dataset: Dataset, source: str, columns: dict[str, str], run_dir: Path) 
 
 def remedy(dataset: Dataset, spec: Spec, source: str) -> str:
     """Return the words by which a dataset that misfits comes to fit a run with this Spec; empty if there are none."""
-    change = _fitting(dataset, spec)
     try:
+        change = _fitting(dataset, spec)
         if Dataset(dataset.folder, change).misfit(spec):
             return ""
-    except ConfigError:
+    except (ConfigError, ValueError):  # what it guessed cannot be
         return ""
     said = {"rename": change.rename, "crop": change.crop, "size": change.size, "fps": change.fps}
     return " ".join(f"'plan.sources.{source}.{word}={_text(value)}'" for word, value in said.items() if value)
@@ -123,7 +122,7 @@ def remedy(dataset: Dataset, spec: Spec, source: str) -> str:
 def _fitting(dataset: Dataset, spec: Spec) -> Change:
     """Guess which change makes a dataset fit: the nearest names, images as the run's cameras cut theirs."""
     rename, cuts = dict(dataset.change.rename), {name: dataset.change.of(name) for name in spec.images}
-    described = dataset.described(spec)
+    described, before = dataset.described(spec), {new: own for own, new in rename.items()}
     free = [name for name in dataset.features if name not in {*spec.observation, "action", *FATE}]
     for name, theirs in {**spec.observation, "action": spec.action}.items():
         alike = [other for other in free if _are_alike(dataset.features[other], theirs)]
@@ -137,8 +136,9 @@ def _fitting(dataset: Dataset, spec: Spec) -> Change:
         elif len(mine.names) == len(theirs.names):
             left = [entry for entry in theirs.names if entry not in mine.names]
             for own in (entry for entry in mine.names if entry not in theirs.names):
-                (rename[own],) = difflib.get_close_matches(own, left, n=1, cutoff=0)
-                left.remove(rename[own])
+                (found,) = difflib.get_close_matches(own, left, n=1, cutoff=0)
+                rename[before.get(own, own)] = found
+                left.remove(found)
     crops, sizes = ({name.removeprefix(IMAGES): both[i] for name, both in cuts.items()} for i in (0, 1))
     return Change(rename, _shared(crops), _shared(sizes), spec.fps if dataset.fps != spec.fps else dataset.change.fps)
 

@@ -74,7 +74,7 @@ class Dataset:
             raise ConfigError(f"{folder}: meta/info.json is not LeRobot's (no fps, or features): {error!r}") from None
         self.names = names.called(entries, self.change.rename, f"rename, of {folder}")
         self._entries = {self.names[column]: entry for column, entry in entries.items()}
-        self._native = {self.names[column]: made[column] for column in made if made[column]}  # before images are cut
+        self._native = {self.names[name]: f for name, f in made.items() if f is not None}  # before images are cut
         self.features = {name: self._cut(name, feature) for name, feature in self._native.items()}
         self._episodes = self._read_episodes()
         frames = sum(episode["length"] for episode in self._episodes)

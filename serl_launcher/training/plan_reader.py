@@ -161,13 +161,15 @@ def _change(source: _Node) -> p.Change:
     for node in names.values():
         if not isinstance(node.value, str):
             raise node.error(f"should be the name in the run, not {node.value!r}")
-    cuts = []
-    for word, count in (("crop", 4), ("size", 2)):
-        node = source.at(word)
-        said = node.entries() if isinstance(node.value, Mapping) else [("", node)] if node.value is not None else []
-        cuts.append({camera: pixels(each.where, each.value, count) for camera, each in said})
     told = {name: node.value for name, node in names.items()}
-    return p.Change(told, *cuts, None if fps.value is None else fps.number())
+    crop, size = _cuts(source.at("crop"), 4), _cuts(source.at("size"), 2)
+    return p.Change(told, crop, size, None if fps.value is None else fps.number())
+
+
+def _cuts(node: _Node, count: int) -> dict[str, tuple[int, ...]]:
+    """Read the crop or the size of each camera, or of all, under ""."""
+    said = node.entries() if isinstance(node.value, Mapping) else [("", node)] if node.value is not None else []
+    return {camera: pixels(each.where, each.value, count) for camera, each in said}
 
 
 def _evaluations(node: _Node) -> p.PlanSource:

@@ -247,3 +247,9 @@ def test_a_dataset_of_v21_is_converted_on_a_word_into_a_folder_beside_it(tmp_pat
                 assert np.array_equal(array, np.stack(decoded)), column
             else:
                 assert np.array_equal(array, theirs.columns[column]), column
+
+
+def test_a_robomimic_file_is_taken_as_it_is_or_refused():
+    for words in ({"change": Change(fps=3)}, {"convert": True}):
+        with pytest.raises(ConfigError, match="rename, crop, size, fps and convert are for datasets of LeRobot: leave"):
+            open_datasets(Plan({"demo": PlanSource(1000, dataset="low_dim.hdf5", **words)}, {}, {}))
