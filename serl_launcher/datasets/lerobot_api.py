@@ -91,7 +91,7 @@ def converted(folder: Path) -> Path:
     """Let lerobot convert a dataset of v2.1; return the new folder, beside it: `NAME-v3.0`. It may be there already.
 
     The dataset itself is only read: the converter gets links to its files, because it moves what it has converted.
-    Raises ConfigError if it fails, with the converter's last line.
+    Raises ConfigError if it fails, with the converter's last line, and if it cannot be written.
     """
     target = folder.resolve().with_name(f"{folder.resolve().name}-v3.0")
     aside = target.with_name(f"{target.name}.part")
@@ -108,6 +108,8 @@ def converted(folder: Path) -> Path:
             said = done.stderr.strip().rpartition("\n")[2]
             raise ConfigError(f"lerobot cannot convert {folder}: {said}. Take another dataset")
         (aside / "dataset").rename(target)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error}. Make room there, or copy {folder} elsewhere") from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return target

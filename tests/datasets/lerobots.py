@@ -162,6 +162,7 @@ KINDS = {
         "columns": {
             "observation.state": ["float32", [2], None],
             "action": ["float32", [2], None],
+            "next.reward": ["float32", [1], None],
             "observation.images.front": ["video", [64, 64, 3], None],
         },
     },

@@ -6,7 +6,9 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 from dataclasses import replace
+from unittest.mock import Mock
 
 import av
 import cv2
@@ -17,6 +19,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import IMAGES, Feature, Spec
 
 from serl_launcher.config import composed
+from serl_launcher.datasets import lerobot_api
 from serl_launcher.datasets.columns import became
 from serl_launcher.datasets.importer import import_datasets, open_datasets
 from serl_launcher.datasets.pieces import pieces
@@ -190,7 +193,7 @@ def test_a_task_that_changes_begins_another_episode_without_an_outcome_of_its_ow
     dataset = made["tasks"]
     assert dataset.lengths == [3, 2, 3, 3, 3, 1]
     assert [episode.task for episode in dataset] == ["task 0", "task 1", "task 0", "task 0", "task 1", "task 2"]
-    assert [episode.piece.is_last for episode in dataset] == [False, True, True, False, False, True]
+    assert [episode.success for episode in dataset] == [None, True, False, None, None, True]
     assert str(dataset.episode(1).where).startswith("episode 0, rows 3 to 5, of ")
 
 
@@ -227,8 +230,12 @@ def hashes(folder):
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("name", ["so101", "image"])
-def test_a_dataset_of_v21_is_converted_on_a_word_into_a_folder_beside_it(tmp_path, made, name):
+def test_a_dataset_of_v21_is_converted_on_a_word_into_a_folder_beside_it(tmp_path, made, monkeypatch, name):
     old = as_of_last_year(made[name], tmp_path / "old")
+    with monkeypatch.context() as full:
+        full.setattr(subprocess, "run", Mock(side_effect=OSError("no room")))
+        with pytest.raises(ConfigError, match=r"old-v3.0 cannot be written: no room. Make room there, or copy"):
+            lerobot_api.converted(old)
     before = hashes(old)
     with pytest.raises(ConfigError, match=r"format v2.1, v3.0 is read here: a plan takes it by `convert: true`"):
         open_datasets(Plan({"demo": PlanSource(1000, dataset=str(old))}, {}, {}))
