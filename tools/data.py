@@ -188,7 +188,7 @@ def verify(part: Path, datasets: Sequence[Dataset]) -> None:
     merged, lengths = Dataset(part), [length for dataset in datasets for length in dataset.lengths]
     if merged.lengths != lengths:
         raise ConfigError(f"LeRobot merged {sum(merged.lengths):,} frames of {sum(lengths):,}: nothing was written")
-    called, told = {name: name for name in merged.features}, time.monotonic()
+    called, told = {merged.original(name): name for name in merged.features}, time.monotonic()
     for done, (episode, original) in enumerate(zip(merged, itertools.chain(*datasets), strict=True), 1):
         if time.monotonic() > told + TELL_S or done == len(lengths):
             told = time.monotonic()

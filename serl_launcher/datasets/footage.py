@@ -15,7 +15,8 @@ import numpy as np
 from serl_client.errors import ConfigError
 from serl_client.spec import Array
 
-from serl_launcher.datasets.reader import Dataset, Episode, reading
+from serl_launcher.datasets.reader import Dataset, Episode
+from serl_launcher.datasets.tables import reading
 from serl_launcher.replay.views import EpisodeInfo
 
 ENCODERS = {"av1": "libsvtav1", "h264": "h264"}  # codec of a video: LeRobot's name of its encoder. Not hevc: LeRobot
@@ -128,7 +129,8 @@ def copy(episode: Episode, name: str, target: Path) -> None:
     """Write the packets of an episode's video, from the column `name`, into a file. ConfigError: it cannot be read."""
     import av
 
-    (path, begin), fps = episode.video(name), episode.dataset.fps
+    (path, begin), fps = episode.video(name), episode.dataset.recorded_fps
+    begin += episode.piece.frames[0] / fps
     with reading(path), av.open(str(path)) as source, av.open(str(target), "w") as made:
         stream = source.streams.video[0]
         assert stream.time_base is not None
@@ -165,4 +167,5 @@ def _shows(video: Path, images: Path) -> bool:
 
 
 def _videos(dataset: Dataset) -> list[str]:
-    return [name for name in dataset.cameras if dataset.info["features"][name]["dtype"] == "video"]
+    kinds = {name: dataset.info["features"][dataset.original(name)]["dtype"] for name in dataset.cameras}
+    return [name for name, kind in kinds.items() if kind == "video"]

@@ -8,13 +8,17 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from serl_client.errors import ConfigError
 
+OLD = "v2.1"
 CONVERTERS = "lerobot.scripts.convert_dataset_v21_to_v30", "lerobot.datasets.v30.convert_dataset_v21_to_v30"
 
 
@@ -114,3 +118,45 @@ def converter() -> str:
     if importlib.util.find_spec("lerobot") is None:
         return CONVERTERS[0]
     return next(name for name in CONVERTERS if importlib.util.find_spec(name))
+
+
+def how_to_convert(version: str) -> str:
+    """Return what to do with a dataset of another format than v3.0."""
+    if version != OLD:
+        return f"lerobot converts {OLD} alone: bring it there first, with the lerobot of its time"
+    return f"a plan takes it by `convert: true` in its source; by hand convert it with python -m {converter()}"
+
+
+def is_old(folder: Path) -> bool:
+    """Return whether this is a dataset of v2.1, which `converted` takes."""
+    with suppress(OSError, ValueError, AttributeError):
+        return json.loads((folder / "meta/info.json").read_text()).get("codebase_version") == OLD
+    return False
+
+
+def converted(folder: Path) -> Path:
+    """Let lerobot convert a dataset of v2.1; return the new folder, beside it: `NAME-v3.0`. It may be there already.
+
+    The dataset itself is only read: the converter gets links to its files, because it moves what it has converted.
+    Raises ConfigError if it fails, with the converter's last line, and if it cannot be written.
+    """
+    target = folder.resolve().with_name(f"{folder.resolve().name}-v3.0")
+    aside = target.with_name(f"{target.name}.part")
+    if target.exists():
+        return target
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        shutil.copytree(folder.resolve(), aside / "dataset", copy_function=os.symlink)
+        root = aside / "dataset" if converter() == CONVERTERS[0] else aside
+        command = [sys.executable, "-W", "ignore", "-m", converter(), "--repo-id=dataset", "--push-to-hub=false"]
+        offline = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "HF_DATASETS_CACHE": str(aside / "cache")}
+        done = subprocess.run([*command, f"--root={root}"], capture_output=True, text=True, env=offline)
+        if done.returncode:
+            said = done.stderr.strip().rpartition("\n")[2]
+            raise ConfigError(f"lerobot cannot convert {folder}: {said}. Take another dataset")
+        (aside / "dataset").rename(target)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error}. Make room there, or copy {folder} elsewhere") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target

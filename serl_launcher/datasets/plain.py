@@ -19,13 +19,12 @@ from serl_client.spec import Spec
 from serl_launcher.datasets import footage, lerobot_api, robomimic, shards
 from serl_launcher.datasets.episodes import Mismatch
 from serl_launcher.datasets.inspection import mistimed
-from serl_launcher.datasets.names import COLUMNS, INTERVENED, column
+from serl_launcher.datasets.names import KNOWN, column
 from serl_launcher.datasets.reader import Dataset, Episode
 
 log = throttled(__name__)
 
 INDICES = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # LeRobot makes these itself
-CALLED = {"complementary_info.is_intervention": INTERVENED}  # column of lerobot.rl: its name in a shard
 Columns = Mapping[str, str]  # column of a dataset: that of another one which holds the same
 
 
@@ -65,13 +64,14 @@ def write(out: Path, folders: Sequence[Path], imported: Mapping[str, Mapping[str
             f"{words['dataset']} is in percent, and the run has made degrees of them: both together teach nothing. "
             "Merge the run's shards among themselves (tools/data.py merge)"
         )
-    _write(out, episodes, Dataset(Path(words["dataset"])) if words else None)
+    rename = (words or {}).get("rename") or {}
+    _write(out, episodes, Dataset(Path(words["dataset"])) if words else None, KNOWN | rename)
     return Plain(len(episodes), sum(map(len, episodes)), failures, left)
 
 
-def _write(out: Path, episodes: Sequence[Episode], like: Dataset | None) -> None:
+def _write(out: Path, episodes: Sequence[Episode], like: Dataset | None, rename: Columns) -> None:
     spec, part = episodes[0].dataset.spec(), out.with_name(out.name + shards.PART)
-    features, called = _columns(episodes[0].dataset, like, spec)
+    features, called = _columns(episodes[0].dataset, like, spec, rename)
     has_videos = any(entry["dtype"] == "video" for entry in features.values())
     copied = footage.joined(episodes) if has_videos else None
     codec = _codec(spec, like, copied) if has_videos else None
@@ -104,10 +104,14 @@ def _write(out: Path, episodes: Sequence[Episode], like: Dataset | None) -> None
         shards.remove(part)
 
 
-def _columns(shard: Dataset, like: Dataset | None, spec: Spec) -> tuple[dict[str, Any], Columns]:
-    """Return the features of the plain dataset, as in info.json, and the column of a shard that each one is."""
+def _columns(
+    shard: Dataset, like: Dataset | None, spec: Spec, rename: Columns
+) -> tuple[dict[str, Any], Columns]:  # fmt: skip
+    """Return the features of the plain dataset, as in info.json, and the column of a shard that each one is.
+
+    rename: {column or entry of `like`: its name in the run}.
+    """
     vectors = {name: column(name, spec) for name in (*spec.observation, "action", *spec.extras)}
-    called = {name: name for name in COLUMNS} | CALLED
     if like is None:
         called = {vectors[name]: vectors[name] for name in (*spec.observation, "action")}
         ours = ("units", "info")
@@ -115,16 +119,17 @@ def _columns(shard: Dataset, like: Dataset | None, spec: Spec) -> tuple[dict[str
     elif like.fps != spec.fps:
         raise ConfigError(f"{like.folder} has {like.fps:g} rows per second, the run {spec.fps:g}")
     else:
-        called |= {like.called(name, spec): mine for name, mine in vectors.items()}
         features = {name: entry for name, entry in like.info["features"].items() if name not in INDICES}
+        called = {name: vectors.get(here := rename.get(name, name), here) for name in features}
+    source = like or shard
     for name in features:
-        there, here = (like or shard).features.get(name), shard.features.get(called.get(name, ""))
+        there, here = source.features.get(source.names[name]), shard.features.get(called[name])
         if there is None or here is None:
-            raise ConfigError(f"the run has no {name}, as {(like or shard).folder} has: take that column out of it")
+            raise ConfigError(f"the run has no {name}, as {source.folder} has: take that column out of it")
         if (there.shape or (1,)) != (here.shape or (1,)):
-            raise ConfigError(
-                f"{name} of {(like or shard).folder} is {list(there.shape)}, that of the run {list(here.shape)}"
-            )
+            raise ConfigError(f"{name} of {source.folder} is {list(there.shape)}, that of the run {list(here.shape)}")
+        if here.names and there.names and (mine := [rename.get(n, n) for n in there.names]) != [*here.names]:
+            raise ConfigError(f"{name} of {source.folder} holds {mine}, that of the run {[*here.names]}")
     return {name: {**entry, "shape": tuple(entry["shape"])} for name, entry in features.items()}, called
 
 
@@ -174,7 +179,7 @@ def check_same(written: Episode, original: Episode, called: Columns, *, has_imag
     for name, feature in written.dataset.features.items():
         if name in INDICES:
             continue
-        mine = called[name]
+        mine = called[written.dataset.original(name)]
         if name in written.dataset.cameras:
             pairs = zip(written.images(name), original.images(mine), strict=True)
             is_same = all(np.array_equal(*pair) or not has_images for pair in pairs)

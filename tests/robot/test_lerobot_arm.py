@@ -326,6 +326,13 @@ def test_what_cannot_be_is_one_sentence(make, said):
     assert "\n" not in str(error.value)
 
 
+def test_a_cameras_size_and_rate_may_be_its_own():
+    words = [f"task.env.cameras.front.{word}=null" for word in ("width", "height", "fps")]
+    options = composed(CONFIG, ["actor=true", "task=so101", *words]).task.env.cameras.front
+    config = cameras.camera_config("front", {name: options[name] for name in options if name not in cameras.OURS})
+    assert (config.width, config.height, config.fps) == (None, None, None)
+
+
 @pytest.mark.usefixtures("plugins")
 def test_a_camera_of_a_plugin_gives_images_with_their_times():
     camera = cameras.open_camera("top", {"type": "x_camera", "width": 32, "height": 24, "size": [12, 16]})
