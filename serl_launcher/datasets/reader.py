@@ -309,10 +309,9 @@ class Episode:
 
     def video(self, name: str) -> tuple[Path, float]:
         """Return the file that holds its video of a camera, and at which second of it the episode's frame 0 is."""
-        column, told = self.dataset.original(name), ("chunk_index", "file_index", "from_timestamp")
-        chunk, file, begin = (self.entry[f"videos/{column}/{what}"] for what in told)
-        path = self.dataset.info["video_path"]
-        return self.dataset.path(path, video_key=column, chunk_index=chunk, file_index=file), begin
+        column, entry, info = self.dataset.original(name), self.entry, self.dataset.info
+        chunk, file, begin = (entry[f"videos/{column}/{at}"] for at in ("chunk_index", "file_index", "from_timestamp"))
+        return self.dataset.path(info["video_path"], video_key=column, chunk_index=chunk, file_index=file), begin
 
     @property
     def where(self) -> str:

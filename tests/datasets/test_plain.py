@@ -1,6 +1,7 @@
 """What came in as a video goes out as that video, and a run's episodes join the dataset that the run began with."""
 
 import json
+import shutil
 from base64 import b64decode
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 from PIL import Image
+from pyarrow import parquet
 from serl_client import Outcome, Stamp
 from serl_client.errors import ConfigError
 
@@ -110,6 +112,10 @@ def test_what_would_spoil_the_users_dataset_is_not_written(tmp_path, made, caplo
         with pytest.raises(ConfigError, match=reason):
             plain.write(out, folders, {"demo": begun["demo"] | words}, False)
         assert not list(tmp_path.glob("plain*"))
+    other = replaced(made["first"].folder, tmp_path / "up", "observation.images.front", "observation.images.up")
+    words = {"demo": {"dataset": str(other), "rename": {"observation.images.up": CAMERA}}}
+    plain.write(tmp_path / "renamed", folders, words, False)
+    assert Dataset(tmp_path / "renamed").info["features"] == Dataset(other).info["features"]
     plain.write(out, folders, {}, False)
     features = json.loads((out / "meta/info.json").read_text())["features"]
     assert set(features) - set(plain.INDICES) == {STATE, "action", CAMERA}
@@ -134,6 +140,18 @@ def test_an_episode_is_cut_out_of_the_midst_of_a_video_to_the_frame(tmp_path, co
         (images / f"frame-{len(episode) - 1:06d}.png").unlink()
         with pytest.raises(footage.Differs):
             footage.take(episode, CAMERA, images, video)
+
+
+def replaced(folder, target, name, other):
+    """A copy of a dataset in which a camera has another name."""
+    shutil.copytree(folder, target)
+    (target / "videos" / name).rename(target / "videos" / other)
+    info = target / "meta/info.json"
+    info.write_text(info.read_text().replace(name, other))
+    for path in target.glob("meta/episodes/*/*.parquet"):
+        table = parquet.read_table(path)
+        parquet.write_table(table.rename_columns([n.replace(name, other) for n in table.column_names]), path)
+    return target
 
 
 class Hub(BaseHTTPRequestHandler):
