@@ -74,7 +74,8 @@ def recorded(config: DictConfig) -> bool:
 
 def imported(run_dir: Path) -> dict[str, Any]:
     """Return {source that a dataset fills: its words in the plan} with which a learner was last started here."""
-    sources: Any = OmegaConf.to_container(saved(run_dir)).get("plan", {}).get("sources", {})  # type: ignore[union-attr]
+    config: Any = OmegaConf.to_container(saved(run_dir))
+    sources = (config.get("plan") or {}).get("sources") or {}
     return {name: words for name, words in sources.items() if words and words.get("dataset")}
 
 

@@ -109,7 +109,7 @@ def upload(folder: Path, name: str, *, private: bool) -> str:
     except LocalTokenNotFoundError:
         raise ConfigError("the hub needs your token: run `hf auth login` here, or set HF_TOKEN") from None
     except (HfHubHTTPError, HFValidationError) as error:
-        raise ConfigError(f"the hub does not take {name}: {error}") from None
+        raise ConfigError(f"the hub does not take {name}: {error}. Name it user/dataset, as yours there") from None
     return str(address)
 
 

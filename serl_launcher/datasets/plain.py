@@ -25,6 +25,7 @@ from serl_launcher.datasets.reader import Dataset, Episode
 log = throttled(__name__)
 
 INDICES = ("timestamp", "frame_index", "episode_index", "index", "task_index")  # LeRobot makes these itself
+INSTEAD = "merge the run's shards without it (tools/data.py merge)"
 Columns = Mapping[str, str]  # column of a dataset: that of another one which holds the same
 
 
@@ -57,12 +58,15 @@ def write(out: Path, folders: Sequence[Path], imported: Mapping[str, Mapping[str
                 failures += entry["success"] is False
                 episodes.append(episode)
     if not episodes:
-        raise ConfigError("there is no episode to write" + f": all {left} came from a dataset" * bool(left))
+        raise ConfigError(
+            "the run has no episode of its own to write: let it practise first"
+            + f"; {left} came from a dataset" * bool(left)
+        )
     words = next(iter(known.values()), None)
     if words and words.get("calibration"):
         raise ConfigError(
-            f"{words['dataset']} is in percent, and the run has made degrees of them: both together teach nothing. "
-            "Merge the run's shards among themselves (tools/data.py merge)"
+            f"{words['dataset']} is in percent, and the run has made degrees of them: both together teach nothing; "
+            f"{INSTEAD}"
         )
     rename = (words or {}).get("rename") or {}
     _write(out, episodes, Dataset(Path(words["dataset"])) if words else None, KNOWN | rename)
@@ -117,7 +121,7 @@ def _columns(
         ours = ("units", "info")
         features = {n: {k: v for k, v in shard.info["features"][n].items() if k not in ours} for n in called}
     elif like.fps != spec.fps:
-        raise ConfigError(f"{like.folder} has {like.fps:g} rows per second, the run {spec.fps:g}")
+        raise ConfigError(f"{like.folder} has {like.fps:g} rows per second, the run {spec.fps:g}; {INSTEAD}")
     else:
         features = {name: entry for name, entry in like.info["features"].items() if name not in INDICES}
         called = {name: vectors.get(here := rename.get(name, name), here) for name in features}
@@ -127,9 +131,11 @@ def _columns(
         if there is None or here is None:
             raise ConfigError(f"the run has no {name}, as {source.folder} has: take that column out of it")
         if (there.shape or (1,)) != (here.shape or (1,)):
-            raise ConfigError(f"{name} of {source.folder} is {list(there.shape)}, that of the run {list(here.shape)}")
+            raise ConfigError(
+                f"{name} of {source.folder} is {list(there.shape)}, that of the run {list(here.shape)}; {INSTEAD}"
+            )
         if here.names and there.names and (mine := [rename.get(n, n) for n in there.names]) != [*here.names]:
-            raise ConfigError(f"{name} of {source.folder} holds {mine}, that of the run {[*here.names]}")
+            raise ConfigError(f"{name} of {source.folder} holds {mine}, that of the run {[*here.names]}; {INSTEAD}")
     return {name: {**entry, "shape": tuple(entry["shape"])} for name, entry in features.items()}, called
 
 
@@ -139,8 +145,8 @@ def _codec(spec: Spec, like: Dataset | None, copied: str | None) -> str:
     codec = footage.joined([first]) if first else copied or shards.codec_for(spec)
     if codec is None or codec not in (copied, shards.codec_for(spec, first)):
         raise ConfigError(
-            "videos like those of the dataset that the run began with cannot be written on this machine: LeRobot needs "
-            "its encoder, and merges AV1 and H.264 alone"
+            "videos like those of the dataset that the run began with cannot be written here (LeRobot merges AV1 and "
+            f"H.264 alone, and needs their encoder); {INSTEAD}"
         )
     return codec
 
@@ -163,7 +169,7 @@ def _describe(part: Path, like: Dataset, features: Mapping[str, Any]) -> None:
     mine, theirs = (footage.kinds(dataset.episode(0)) for dataset in (Dataset(part), like))
     for name, (codec, *size) in mine.items():
         if (codec, *size[:3]) != theirs[name][:4]:
-            raise ConfigError(f"the videos of {name} are {codec}, {size[:3]}, and those of {like.folder} are not")
+            raise ConfigError(f"the videos of {name} are {codec}, {size[:3]}, not as those of {like.folder}; {INSTEAD}")
     path = part / "meta/info.json"
     info = json.loads(path.read_text())
     info["features"] |= features
