@@ -76,6 +76,7 @@ class Dataset:
         self._entries = {self.names[column]: entry for column, entry in entries.items()}
         self._native = {self.names[name]: f for name, f in made.items() if f is not None}  # before images are cut
         self.features = {name: self._cut(name, feature) for name, feature in self._native.items()}
+        names.check_cameras({*self.change.crop, *self.change.size} - {""}, self.cameras, f"crop and size, of {folder}")
         self._episodes = self._read_episodes()
         frames = sum(episode["length"] for episode in self._episodes)
         if frames != self.info["total_frames"]:

@@ -181,6 +181,7 @@ def test_the_words_that_a_refusal_names_make_the_dataset_usable(tmp_path, made, 
             "^rename, of .*so101: no column or entry is called 'main_pam'; did you mean 'main_pan'",
         ),
         (Change({f"{IMAGES}up": SIDE}), r"up, observation.images.side are all called observation.images.side"),
+        (Change(size={"yp": (9, 9)}), r"^crop and size, of .*: no camera is called 'yp'; did you mean 'up'"),
         (Change(crop={"up": (0, 80, 481, 480)}), r"images.up: crop \[0, 80, 481, 480\] lies outside of an image of"),
     ],
 )
