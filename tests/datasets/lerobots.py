@@ -152,6 +152,7 @@ KINDS = {
             "action": ["float32", [2], None],
             "next.reward": ["float32", [1], None],
             "next.done": ["bool", [1], None],
+            "intervention": ["bool", [1], None],
         },
     },
     "tasks": {

@@ -86,6 +86,8 @@ def test_each_number_and_pixel_is_lerobots_after_the_change_that_was_said(made, 
         times = rows["timestamp"][each[0]] + np.arange(len(each)) / dataset.fps
         assert np.allclose(episode.time, times, atol=1e-3 / dataset.fps)
         assert np.array_equal(episode.action, rows["action"][each])
+        if dataset.has("intervened"):
+            assert np.array_equal(episode.intervened, rows[dataset.original("intervened")][each] == 1)
         for seen, array in episode.observation.items():
             theirs = rows[dataset.original(seen)][each]
             if seen in dataset.cameras:
