@@ -54,9 +54,9 @@ class Piece:
         return self.end == self.entry["length"]
 
     @property
-    def frames(self) -> Array:
-        """The numbers of its rows in the dataset's episode, [T]."""
-        return np.arange(self.begin, self.end) if self.resampled is None else self.begin + self.resampled.rows
+    def shown(self) -> Array:
+        """Which of its rows each step shows, [T], from 0 on."""
+        return np.arange(len(self)) if self.resampled is None else self.resampled.rows
 
     def taken(self, rows: Any) -> Any:
         """Return the table of its steps, of that of the rows of the dataset's episode (pyarrow.Table)."""

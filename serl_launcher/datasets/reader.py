@@ -294,17 +294,22 @@ class Episode:
         shape, (crop, size) = dataset.shape_of(name), dataset.change.of(name)
         with reading(dataset.folder, self.where):
             if dataset.info["features"][column]["dtype"] == "video":
-                chunk, file, begin = (
-                    self.entry[f"videos/{column}/{what}"] for what in ("chunk_index", "file_index", "from_timestamp")
-                )
-                path = dataset.path(dataset.info["video_path"], video_key=column, chunk_index=chunk, file_index=file)
-                found = tables.video_images(path, begin, dataset.recorded_fps, self.piece.frames)
+                found = tables.video_images(*self.video(name), dataset.recorded_fps, self.piece.shown)
             else:
                 found = tables.still_images(self.rows[name], dataset.path, shape)
             for image in found:
                 if image.shape != shape:
                     raise ConfigError(f"{self.where}: an image of {name} is {list(image.shape)}, not {list(shape)}")
                 yield cut(image, crop, size) if crop or size else image
+
+    def video(self, name: str) -> tuple[Path, float]:
+        """Return the file that holds its video of a camera, and at which second of it this episode begins."""
+        column, dataset = self.dataset.original(name), self.dataset
+        chunk, file, begin = (
+            self.entry[f"videos/{column}/{what}"] for what in ("chunk_index", "file_index", "from_timestamp")
+        )
+        path = dataset.path(dataset.info["video_path"], video_key=column, chunk_index=chunk, file_index=file)
+        return path, begin + self.piece.begin / dataset.recorded_fps
 
     @property
     def where(self) -> str:
