@@ -130,7 +130,6 @@ def copy(episode: Episode, name: str, target: Path) -> None:
     import av
 
     (path, begin), fps = episode.video(name), episode.dataset.recorded_fps
-    begin += episode.piece.frames[0] / fps
     with reading(path), av.open(str(path)) as source, av.open(str(target), "w") as made:
         stream = source.streams.video[0]
         assert stream.time_base is not None

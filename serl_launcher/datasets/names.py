@@ -9,13 +9,13 @@ What one row of a shard holds:
 LeRobot has no row for the observation after the last action: it stays in the store.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from serl_client.errors import ConfigError
-from serl_client.spec import Feature, Spec
+from serl_client.spec import IMAGES, Feature, Spec
 from serl_client.words import check_choice
 
 from serl_launcher.datasets.tables import entry_names
@@ -86,6 +86,13 @@ def called(entries: Mapping[str, Mapping[str, Any]], rename: Mapping[str, str], 
         if len(columns := [column for column in found if found[column] == name]) > 1:
             raise ConfigError(f"{where}: {', '.join(columns)} are all called {name}: name one of them so")
     return found
+
+
+def check_cameras(said: Iterable[str], cameras: Collection[str], where: str) -> None:
+    """Raise ConfigError if one of the names that are said, with or without `observation.images.`, is no camera's."""
+    short = [camera.removeprefix(IMAGES) for camera in cameras]
+    for name in said:
+        check_choice(name, [*short, *cameras], "camera", where)
 
 
 def order(mine: Feature, theirs: Feature) -> list[int] | None:

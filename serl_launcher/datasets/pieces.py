@@ -54,9 +54,9 @@ class Piece:
         return self.end == self.entry["length"]
 
     @property
-    def frames(self) -> Array:
-        """The numbers of its rows in the dataset's episode, [T]."""
-        return np.arange(self.begin, self.end) if self.resampled is None else self.begin + self.resampled.rows
+    def shown(self) -> Array:
+        """Which of its rows each step shows, [T], from 0 on."""
+        return np.arange(len(self)) if self.resampled is None else self.resampled.rows
 
     def taken(self, rows: Any) -> Any:
         """Return the table of its steps, of that of the rows of the dataset's episode (pyarrow.Table)."""
@@ -78,11 +78,13 @@ class Piece:
 def pieces(entry: Mapping[str, Any], tasks: Array, times: Array, fps: float, to: float) -> list[Piece]:
     """Return the pieces of an episode. tasks, times: [N], of each row. fps: the dataset's. to: the run's."""
     ends = [*(np.flatnonzero(np.diff(tasks)) + 1).tolist(), len(tasks)]
+    with np.errstate(invalid="ignore"):  # of times that are no numbers
+        passed = np.diff(times) * fps
     made = []
     for begin, end in zip([0, *ends], ends, strict=False):
         if fps == to:
             made.append(Piece(entry, begin, end))
-        elif not ((passed := np.diff(times[begin:end]) * fps) > 0).all() or (passed > GAP).any():
+        elif not ((own := passed[begin : end - 1]) > 0).all() or (own > GAP).any():
             made.append(Piece(entry, begin, end, fault=f"its time stamps stand still, go back, or leap {GAP} periods"))
         else:
             made.append(Piece(entry, begin, end, resample(times[begin:end], fps, to)))

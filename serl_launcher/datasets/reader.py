@@ -76,6 +76,7 @@ class Dataset:
         self._entries = {self.names[column]: entry for column, entry in entries.items()}
         self._native = {self.names[name]: f for name, f in made.items() if f is not None}  # before images are cut
         self.features = {name: self._cut(name, feature) for name, feature in self._native.items()}
+        names.check_cameras({*self.change.crop, *self.change.size} - {""}, self.cameras, f"crop and size, of {folder}")
         self._episodes = self._read_episodes()
         frames = sum(episode["length"] for episode in self._episodes)
         if frames != self.info["total_frames"]:
@@ -100,10 +101,8 @@ class Dataset:
     def _changing(self) -> set[int]:
         """Return the episodes within which the task changes."""
         found = set[int]()
-        for table in self._tables("episode_index", "task_index"):
-            with suppress(ConfigError), reading(self.folder):
-                episodes, tasks = (tables.numbers(table[name], name) for name in ("episode_index", "task_index"))
-                found.update(episodes[1:][(np.diff(episodes) == 0) & (np.diff(tasks) != 0)].tolist())
+        for episodes, tasks in self._numbers("episode_index", "task_index"):
+            found.update(episodes[1:][(np.diff(episodes) == 0) & (np.diff(tasks) != 0)].tolist())
         return found
 
     def _pieces(self, entry: Mapping[str, Any], has_tasks: bool) -> list[Piece]:
@@ -147,17 +146,12 @@ class Dataset:
         chunk, file = entry["data/chunk_index"], entry["data/file_index"]
         return self.path(self.info["data_path"], chunk_index=chunk, file_index=file)
 
-    def whole(self, name: str) -> Array:
-        """Return a column that is no image of all episodes, [N, *shape], but for files that cannot be read."""
-        column = self.original(name)
-        found = [tables.numbers(table[column], name) for table in self._tables(column)]
-        return np.concatenate([np.empty(0), *found]).reshape(-1, *self.features[name].shape)
-
-    def _tables(self, *columns: str) -> Iterator[Any]:
-        """Yield these columns of each data file, but for files that cannot be read: `episode` tells of them."""
+    def _numbers(self, *columns: str) -> Iterator[list[Array]]:
+        """Yield these columns of each data file, flat, but for files that cannot be read: `episode` tells of them."""
         for path in dict.fromkeys(map(self._data, self._episodes)):
             with suppress(ConfigError), reading(path):
-                yield read_table(path, columns.__contains__)
+                table = read_table(path, columns.__contains__)
+                yield [tables.numbers(table[column], column) for column in columns]
 
     def original(self, name: str) -> str:
         """Return which column of the dataset has this name here."""
@@ -197,7 +191,8 @@ class Dataset:
         action = self.features.get("action")
         if action is None or len(action.shape) != 1:
             raise ConfigError(f"{self.folder} has no column `action` of vectors: there is nothing to learn from it")
-        taken = self.whole("action").astype(np.float64)
+        found = [np.empty(0), *(array for (array,) in self._numbers(self.original("action")))]
+        taken = np.concatenate(found).reshape(-1, *action.shape)
         taken = taken[np.isfinite(taken).all(1)]
         if not len(taken):
             raise ConfigError(f"{self.folder} has no action whose entries are all numbers: take another dataset")
@@ -240,8 +235,8 @@ class Dataset:
         """Whether its rewards are outcomes: each is 0 or 1, and no column says which episodes succeeded."""
         if not self.has(names.REWARD) or self.has(names.SUCCESS) or self.has(names.OUTCOME):
             return False
-        rewards = self.whole(names.REWARD)
-        return bool(np.isin(rewards, (0, 1)).all() and rewards.any())
+        rewards = [array for (array,) in self._numbers(self.original(names.REWARD))]
+        return all(np.isin(array, (0, 1)).all() for array in rewards) and any(array.any() for array in rewards)
 
     def has(self, name: str) -> bool:
         return name in self.features
@@ -299,7 +294,7 @@ class Episode:
         shape, (crop, size) = dataset.shape_of(name), dataset.change.of(name)
         with reading(dataset.folder, self.where):
             if dataset.info["features"][column]["dtype"] == "video":
-                found = tables.video_images(*self.video(name), dataset.recorded_fps, self.piece.frames)
+                found = tables.video_images(*self.video(name), dataset.recorded_fps, self.piece.shown)
             else:
                 found = tables.still_images(self.rows[name], dataset.path, shape)
             for image in found:
@@ -308,10 +303,13 @@ class Episode:
                 yield cut(image, crop, size) if crop or size else image
 
     def video(self, name: str) -> tuple[Path, float]:
-        """Return the file that holds its video of a camera, and at which second of it the episode's frame 0 is."""
-        column, entry, info = self.dataset.original(name), self.entry, self.dataset.info
-        chunk, file, begin = (entry[f"videos/{column}/{at}"] for at in ("chunk_index", "file_index", "from_timestamp"))
-        return self.dataset.path(info["video_path"], video_key=column, chunk_index=chunk, file_index=file), begin
+        """Return the file that holds its video of a camera, and at which second of it this episode begins."""
+        column, dataset = self.dataset.original(name), self.dataset
+        chunk, file, begin = (
+            self.entry[f"videos/{column}/{what}"] for what in ("chunk_index", "file_index", "from_timestamp")
+        )
+        path = dataset.path(dataset.info["video_path"], video_key=column, chunk_index=chunk, file_index=file)
+        return path, begin + self.piece.begin / dataset.recorded_fps
 
     @property
     def where(self) -> str:

@@ -8,6 +8,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from serl_launcher.datasets import lerobot_api
+from serl_launcher.datasets.priority import ordinary_priority
 
 CAMERA = "observation.images.front"
 
@@ -154,6 +155,7 @@ KINDS = {
             "action": ["float32", [2], None],
             "next.reward": ["float32", [1], None],
             "next.done": ["bool", [1], None],
+            "intervention": ["bool", [1], None],
         },
     },
     "tasks": {
@@ -212,6 +214,7 @@ def as_of_last_year(dataset, folder):
                 still = folder.with_name("stills") / path.stem / f"frame-{number:06d}.png"
                 still.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(image).save(still)
-            lerobot_api.encode(still.parent, path, round(dataset.fps), "libsvtav1")
+            with ordinary_priority():
+                lerobot_api.encode(still.parent, path, round(dataset.fps), "libsvtav1")
             shutil.rmtree(folder.with_name("stills"))
     return folder

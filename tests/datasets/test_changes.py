@@ -86,6 +86,8 @@ def test_each_number_and_pixel_is_lerobots_after_the_change_that_was_said(made, 
         times = rows["timestamp"][each[0]] + np.arange(len(each)) / dataset.fps
         assert np.allclose(episode.time, times, atol=1e-3 / dataset.fps)
         assert np.array_equal(episode.action, rows["action"][each])
+        if dataset.has("intervened"):
+            assert np.array_equal(episode.intervened, rows[dataset.original("intervened")][each] == 1)
         for seen, array in episode.observation.items():
             theirs = rows[dataset.original(seen)][each]
             if seen in dataset.cameras:
@@ -181,6 +183,7 @@ def test_the_words_that_a_refusal_names_make_the_dataset_usable(tmp_path, made, 
             "^rename, of .*so101: no column or entry is called 'main_pam'; did you mean 'main_pan'",
         ),
         (Change({f"{IMAGES}up": SIDE}), r"up, observation.images.side are all called observation.images.side"),
+        (Change(size={"yp": (9, 9)}), r"^crop and size, of .*: no camera is called 'yp'; did you mean 'up'"),
         (Change(crop={"up": (0, 80, 481, 480)}), r"images.up: crop \[0, 80, 481, 480\] lies outside of an image of"),
     ],
 )
