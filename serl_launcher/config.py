@@ -41,6 +41,7 @@ OTHERS = {  # {a word of other projects' scripts, such as Hi-ORS and HIL-SERL: w
     "exp_name": "say run_dir=runs/...",
 }
 ALSO = {"log": False, "task.cameras": "auto"}  # what they take besides their default's kind
+NATIVE = re.compile(r"task\.env\.cameras\.\w+\.(width|height|fps)")  # null: as the camera has it
 INFERENCE_PORT = 5589  # of a learner
 DAMAGED = "bring it back from a backup, or delete it, and say again what this run was begun with"
 NOISE = ("full_key", "object_type", "reference_type", "See http", "Set the environment")  # lines that help nobody
@@ -309,6 +310,8 @@ def _unknown(override: Override, part: str, node: DictConfig, where: str) -> str
 def _check_kind(override: Override, default: Any) -> None:
     value = override.value()
     if (isinstance(value, str) and "${" in value) or ALSO.get(override.key_or_group, ...) == value:
+        return
+    if value is None and NATIVE.fullmatch(override.key_or_group):
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, bool):

@@ -40,6 +40,7 @@ WITHOUT = {  # process that a run can live without: what becomes of its work
     "export": "`tools/data.py export` writes what is in no dataset yet",
     "page": "`tools/page.py` shows the run meanwhile",
 }
+UNFINISHED = "episodes that are in no dataset yet: the same command goes on with them, or `tools/data.py export %s`"
 WAITED_FOR = "It is started again every minute. Actors whose source is full wait for it, and say so"
 AGAIN_S = 60.0  # seconds between two starts of an export process that an archived source waits for
 
@@ -78,6 +79,8 @@ class Supervisor:
                 time.sleep(0.05)
             if status == 0 and not self._signals:
                 self._finish_export()
+            elif "export" in self._children:
+                log.info(UNFINISHED, self._run_dir)
             return status
         finally:
             self._end()

@@ -1,17 +1,21 @@
 #!/usr/bin/env python
-"""Checks and merges LeRobot datasets, and exports those of a run.
+"""Checks, merges and uploads LeRobot datasets, and exports those of a run.
 
 check PATH           a LeRobot dataset, a shard of ours, or a run's folder: black, saturated and frozen images, ends,
                      outcomes, actions, times; `wrong` is what a policy would learn and what never happened, and then
                      the exit status is 1; a `note` is worth knowing, and normal
 merge OUT SHARD...   one LeRobot dataset of several, in that order, in the new folder OUT
 export RUN           whatever the run's store holds and no dataset yet, as LeRobot datasets under RUN/datasets/<source>;
-                     episodes that were left out are tried again
+                     episodes that were left out are tried again; --plain OUT: then one dataset OUT of them, without our
+                     columns, which LeRobot merges with the dataset that the run began with
+upload PATH NAME     a LeRobot dataset to the hub, as NAME=user/dataset, with the token of `hf auth login`; nobody else
+                     sees it without --public
 robomimic RUN OUT    the closed episodes of a run, as the file OUT.hdf5 of robomimic
 """
 
 import argparse
 import contextlib
+import itertools
 import logging
 import os
 import sys
@@ -23,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 from serl_client.errors import ConfigError
 
-from serl_launcher.datasets import lerobot_api, robomimic, shards
-from serl_launcher.datasets.export import export_run
+from serl_launcher.datasets import lerobot_api, plain, robomimic, shards
+from serl_launcher.datasets.export import export_run, imported
 from serl_launcher.datasets.inspection import Findings, inspect
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.error_log import in_one_sentence
@@ -48,6 +52,14 @@ def main() -> None:
     exporting.add_argument("run", type=Path, help="the run's folder; its learner is stopped, or exports nothing itself")
     exporting.add_argument("--source", action="append", help="this source alone; may be said several times")
     exporting.add_argument("--episodes", type=int, default=10, help="episodes in one dataset (10)")
+    exporting.add_argument(
+        "--plain", type=Path, metavar="OUT", help="the folder that is made of the run's own episodes"
+    )
+    exporting.add_argument("--successes", action="store_true", help="in OUT: successful episodes alone")
+    uploading = commands.add_parser("upload", help="put a dataset on the hub")
+    uploading.add_argument("path", type=Path, help="the dataset's folder")
+    uploading.add_argument("name", help="what it is called there: user/dataset")
+    uploading.add_argument("--public", action="store_true", help="everybody may see it")
     writing = commands.add_parser("robomimic", help="write a run's episodes as a robomimic file")
     writing.add_argument("run", type=Path, help="the run's folder")
     writing.add_argument("out", type=Path, help="the file that is made")
@@ -58,7 +70,10 @@ def main() -> None:
     logging.getLogger("serl_launcher.datasets").setLevel(logging.INFO)  # how far it is
     keep_private("run" in options and is_shared(options.run))
     if options.command == "export":
-        print(*export_run(options.run, max(1, options.episodes), options.source), sep="\n")
+        export(options.run, max(1, options.episodes), options.source, options.plain, options.successes)
+        return
+    if options.command == "upload":
+        print(upload(options.path, options.name, options.public))
         return
     if options.command == "robomimic":
         count, steps = robomimic.write(options.run, options.out, options.source, options.like)
@@ -70,6 +85,31 @@ def main() -> None:
         sys.exit(1 if findings.wrong else 0)
     episodes, frames = merge(options.out, options.shards)
     print(f"{options.out}: {episodes:,} episodes, {frames:,} frames of {len(options.shards)} datasets")
+
+
+def export(run: Path, count: int, sources: Sequence[str] | None, out: Path | None, successes: bool) -> None:
+    """Export a run, and say which datasets there are; with `out` make a plain one of those of these sources."""
+    folders = export_run(run, count, sources)
+    if out is None:
+        print(*folders, sep="\n")
+        return
+    begun = imported(run)
+    with quiet():
+        made = plain.write(out, [f for f in folders if f.parent.name in (sources or f.parent.name)], begun, successes)
+    print(f"{out}: {made.episodes:,} episodes, {made.frames:,} frames")
+    if made.failures:
+        print(f"{made.failures:,} of them are failures, which no column tells: --successes leaves them out")
+    if made.left:
+        old = next(words["dataset"] for words in begun.values())
+        print(f"{made.left:,} episodes came from a dataset and are not in it: tools/data.py merge ALL {old} {out}")
+
+
+def upload(path: Path, name: str, is_public: bool) -> str:
+    """Upload a dataset that is whole; return its address. Raises ConfigError if it is none, or the hub refuses it."""
+    frames, size = sum(Dataset(path).lengths), sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    kind = "everybody may see it" if is_public else "private"
+    print(f"uploading {frames:,} frames, {size / 1e6:,.1f} MB to {name} ({kind})", flush=True)
+    return lerobot_api.upload(path, name, private=not is_public)
 
 
 def show(path: Path, findings: Findings) -> None:
@@ -112,7 +152,7 @@ def merge(out: Path, folders: Sequence[Path]) -> tuple[int, int]:
         print(f"merging {len(lengths):,} episodes, {sum(lengths):,} frames of {len(folders)} datasets", flush=True)
         with quiet():
             aggregate(part, folders)
-        verify(part, lengths)
+        verify(part, datasets)
         shards.place(part, out)
     finally:
         shards.remove(part)
@@ -143,19 +183,17 @@ def aggregate(part: Path, folders: Sequence[Path]) -> None:
         raise ConfigError(f"LeRobot cannot merge these datasets: {error}") from None
 
 
-def verify(part: Path, lengths: Sequence[int]) -> None:
-    """Raise ConfigError unless every episode is there, each with its rows, and each row with its images."""
-    merged = Dataset(part)
+def verify(part: Path, datasets: Sequence[Dataset]) -> None:
+    """Raise an error unless every row is there, with its own images: LeRobot has shown those of other episodes."""
+    merged, lengths = Dataset(part), [length for dataset in datasets for length in dataset.lengths]
     if merged.lengths != lengths:
         raise ConfigError(f"LeRobot merged {sum(merged.lengths):,} frames of {sum(lengths):,}: nothing was written")
-    told = time.monotonic()
-    for done, episode in enumerate(merged, 1):
+    called, told = {merged.original(name): name for name in merged.features}, time.monotonic()
+    for done, (episode, original) in enumerate(zip(merged, itertools.chain(*datasets), strict=True), 1):
         if time.monotonic() > told + TELL_S or done == len(lengths):
             told = time.monotonic()
             print(f"reading back: episode {done} of {len(lengths)}", flush=True)
-        for name in merged.cameras:
-            for _ in episode.images(name):
-                pass
+        plain.check_same(episode, original, called)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ SETTINGS = {  # a file of config/, or a folder there
     "policy": "action horizon (chunk length), history of frames, cameras, encoder, scale of actions, PI0, LoRA",
     "robot": "the arms of task=dobot_pnp",
     "sharding": "how weights are spread over GPUs (ZeRO)",
+    "source": "a dataset that fills a source of a plan: its units, names, crop, size, rate",
     "task": "control rate (fps), episode length, joint limits, home, camera crop, prompt, action space, devices",
 }
 

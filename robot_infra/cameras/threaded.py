@@ -3,11 +3,12 @@
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from serl_client import clock
 from serl_client.errors import ConfigError
+from serl_client.images import cut, pixels
 from serl_client.spec import Array, Feature
 
 from robot_infra.interfaces import Frame
@@ -44,7 +45,7 @@ class ThreadedCamera:
         size: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.name, self.trouble = name, ""
-        self._open, self._crop, self._size = open_source, _numbers("crop", crop, 4), _numbers("size", size, 2)
+        self._open, self._crop, self._size = open_source, _pixels("crop", crop, 4), _pixels("size", size, 2)
         self._frame: Frame | None = None
         self._shape: tuple[int, ...] | None = None  # of the images before they are cut
         self._arrived, self._ended = threading.Event(), threading.Event()
@@ -87,7 +88,7 @@ class ThreadedCamera:
                 self._check(raw)
                 is_same = before is not None and np.array_equal(raw, before)
                 changed = self._frame.changed if is_same and self._frame else now
-                self._frame, before = Frame(self._cut_out(raw), now, changed), raw
+                self._frame, before = Frame(cut(raw, self._crop, self._size), now, changed), raw
                 self.trouble = ""
                 self._arrived.set()
         finally:
@@ -103,18 +104,6 @@ class ThreadedCamera:
             )
         self._shape = raw.shape
 
-    def _cut_out(self, raw: Array) -> Array:
-        """Return what `crop` and `size` leave of an image, as a fresh array."""
-        image = raw
-        if self._crop:
-            top, left, height, width = self._crop
-            if min(height, width) < 1 or top + height > raw.shape[0] or left + width > raw.shape[1]:
-                raise ValueError(f"crop {list(self._crop)} lies outside of an image of {list(raw.shape[:2])}")
-            image = image[top : top + height, left : left + width]
-        if self._size and tuple(image.shape[:2]) != self._size:
-            image = _resized(image, *self._size)
-        return np.array(image, np.uint8)
-
     @property
     def _cut(self) -> tuple[str, ...]:
         """What was cut out, as the names of the feature: another cut makes another robot."""
@@ -124,18 +113,5 @@ class ThreadedCamera:
         return "height", "width", "channel", whole
 
 
-def _resized(image: Array, height: int, width: int) -> Array:
-    try:
-        import cv2
-    except ModuleNotFoundError:
-        raise ConfigError("size of a camera needs opencv: run `. examples/install.sh --extra robots`") from None
-    made: Any = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
-    return made.reshape(height, width, -1)
-
-
-def _numbers(word: str, written: Sequence[int] | None, count: int) -> tuple[int, ...] | None:
-    if written is None:
-        return None
-    if len(written) != count or not all(isinstance(number, int) and number >= 0 for number in written):
-        raise ConfigError(f"{word} of a camera should be {count} whole numbers, not {list(written)}")
-    return tuple(written)
+def _pixels(word: str, written: Sequence[int] | None, count: int) -> tuple[int, ...] | None:
+    return None if written is None else pixels(f"{word} of a camera", list(written), count)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from serl_client import clock
 from serl_client import messages as m
 from serl_client.connection import Connection
@@ -20,6 +20,7 @@ from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout
 from serl_client.lockfile import lock_folder
 from serl_client.spec import Spec
 
+from serl_launcher.config import saved
 from serl_launcher.datasets import recording, shards
 from serl_launcher.datasets.exporter import Exporter
 from serl_launcher.datasets.names import INSTALL, LEFT_OUT, MANIFEST
@@ -71,6 +72,13 @@ def recorded(config: DictConfig) -> bool:
     return config.record != "none" or config.live is not None
 
 
+def imported(run_dir: Path) -> dict[str, Any]:
+    """Return {source that a dataset fills: its words in the plan} with which a learner was last started here."""
+    config: Any = OmegaConf.to_container(saved(run_dir))
+    sources = (config.get("plan") or {}).get("sources") or {}
+    return {name: words for name, words in sources.items() if words and words.get("dataset")}
+
+
 def _alone(folder: Path) -> IO[str]:
     """Lock the folder of a run's datasets. Raises ConfigError if another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,8 +106,9 @@ def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) 
         committed = {name: (source.tail, source.head) for name, source in index.sources().items()}
         verdict = rewards_of_run(run_dir)
         exporter = Exporter(
-            run_dir, run, spec, there, sources or there, count, committed=committed, verdict=verdict, again=True
-        )
+            run_dir, run, spec, there, sources or there, count, committed=committed, verdict=verdict, again=True,
+            datasets={name: words["dataset"] for name, words in imported(run_dir).items()},
+        )  # fmt: skip
         _, rows = index.catalog(0, -1)
         index.close()
         exporter.update(rows)
@@ -132,7 +141,10 @@ def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
             log.error("%s; nothing is recorded", error)
         run = link.welcome.run if link.welcome else ""
         kept = {name: steps for name, steps in capacities(link).items() if name in plan.capacities}
-        exporter = Exporter(run_dir, run, spec, kept, names, config.export.episodes, made, verdict=plan.verdict)
+        datasets = {name: source.dataset for name, source in plan.sources.items() if source.dataset}
+        exporter = Exporter(
+            run_dir, run, spec, kept, names, config.export.episodes, made, verdict=plan.verdict, datasets=datasets
+        )
         while client.step(exporter, rest=bool(signalled)):
             if signalled and clock.monotonic() > signalled[0] + FINISH_S:
                 log.warning(

@@ -1,12 +1,11 @@
 """Decides which closed episodes go into which LeRobot dataset ("shard"), and into recordings.
 
-`Exporter` knows which episodes there are, which shards hold them, and what to write next. export.py calls it; shards.py
-writes one shard.
+`Exporter` knows which episodes there are, which shards hold them, and what to write next. export.py calls it; maker.py
+makes one shard.
 """
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from serl_client.spec import Spec
 from serl_launcher.datasets import shards
 from serl_launcher.datasets.backlog import Backlog
 from serl_launcher.datasets.episodes import EpisodeReader, Gone, Rows
+from serl_launcher.datasets.footage import Origins
+from serl_launcher.datasets.maker import Manifest, ShardMaker, part_of
 from serl_launcher.datasets.names import LEFT_OUT, MANIFEST
 from serl_launcher.error_log import ERRORS, first_line, write_traceback
 from serl_launcher.replay.verdicts import VerdictRewards
@@ -30,7 +31,6 @@ log = throttled(__name__)
 
 VERDICTS = len(shards.VERDICT)  # values of a mark that an operator may change
 TELL_S = 2.0  # seconds between two lines of progress at the end of a run
-Manifest = Mapping[str, Any]  # of a shard: what `shards` writes beside it
 Sink = Callable[[EpisodeInfo, Callable[[], Rows], Spec], None]
 
 
@@ -44,7 +44,7 @@ class Exporter:
     An episode that fails, whatever the error is, is left out and named in the run's errors.log; the others go on.
     committed: {source: (tail, head)} of the index, for a run whose server is stopped.
     verdict: rewards of the operator's verdicts. again: try the episodes that were left out once more, whatever it was
-    that failed; one that fails again stays as it is.
+    that failed; one that fails again stays as it is. datasets: {source: the dataset that was imported into it}.
 
     Raises ConfigError if the folder of datasets holds shards of another run.
     """
@@ -52,7 +52,7 @@ class Exporter:
     def __init__(
         self, run_dir: Path, run: str, spec: Spec, capacities: Mapping[str, int], sources: Iterable[str], count: int,
         sinks: Sequence[Sink] = (), committed: Mapping[str, tuple[int, int]] | None = None,
-        verdict: VerdictRewards | None = None, again: bool = False,
+        verdict: VerdictRewards | None = None, again: bool = False, datasets: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.run, self.spec, self.count, self.sinks = run_dir / "datasets", run, spec, count, list(sinks)
         self.episodes: dict[int, EpisodeInfo] = {}  # in the store, or with work to do on them
@@ -74,6 +74,7 @@ class Exporter:
         self._shard: dict[int, Path] = {}  # episode -> its shard
         self._mark: dict[int, tuple[Any, ...]] = {}  # episode -> shards.mark of its entry there
         self._kept: dict[int, Path] = {}  # episode that was left out, and is tried again -> the folder of its rows
+        self._maker = ShardMaker(run, spec, self._readers, self._kept, Origins(datasets or {}))
         self._marks: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # one object for equal marks, to save memory
         shards.clean(self.folder)
         exported: dict[int, tuple[Any, ...]] = {}  # episode -> its length
@@ -181,10 +182,6 @@ class Exporter:
         """Forget what is `settled`: the server has stored it durably."""
         self._settled = {number for number in self._settled if number not in self.episodes}
 
-    @cached_property
-    def _codec(self) -> str | None:
-        return shards.codec_for(self.spec)
-
     # -- doing it
     def work(self, *, rest: bool = False) -> bool:
         """Write the next shard, or show the next episode to the sinks. Returns False if nothing is due.
@@ -276,7 +273,7 @@ class Exporter:
         try:
             self._make(shard, source, [self.episodes[number] for number in numbers], None)
         except Exception as error:
-            shards.remove(_part(shard))
+            shards.remove(part_of(shard))
             if isinstance(error, Gone) or is_machines(error):
                 raise
             if middle := len(numbers) // 2:
@@ -299,7 +296,7 @@ class Exporter:
 
     def _keep(self, folder: Path, info: EpisodeInfo, reason: str) -> dict[str, Any]:
         """Write the rows of an episode into a folder, and return its manifest."""
-        part, why = _part(folder), [reason]
+        part, why = part_of(folder), [reason]
         shards.remove(part)
         part.mkdir(parents=True)
         try:
@@ -329,36 +326,14 @@ class Exporter:
         self._make(shard, before["source"], infos, before)
 
     def _make(self, shard: Path, source: str, infos: Sequence[EpisodeInfo], before: Manifest | None) -> None:
-        """Write a shard aside, verify it, and put it in place of the version with the manifest `before`, if any."""
+        """Make a shard, in place of the version with the manifest `before`, if any."""
         phases = sorted(self._phases, key=lambda phase: self._phases[phase])
-        left_out: list[tuple[EpisodeInfo, str]] = []
-        again: list[int] = []  # episodes whose images come from the version before
-
-        def tables() -> Iterator[tuple[EpisodeInfo, Rows]]:
-            for info in infos:
-                is_kept = not info.discard or (before is not None and is_aside(info))
-                rows = self._rows(shard, info, before, again) if is_kept else None
-                if rows is None:
-                    left_out.append((info, "discarded" if info.discard else "no longer in the store"))
-                else:
-                    yield info, shards.table(info, rows, self.spec, phases)
-                self._tell(before is None)
-
-        part, codec = _part(shard), self._codec
-        written = shards.write(part, self.spec, codec, tables())
-        if not written:
-            self._forget(shard, before, left_out, part)
+        made, left_out = self._maker.make(shard, source, infos, before, phases, lambda: self._tell(before is None))
+        if made is None:
+            self._forget(shard, before, left_out)
             return
-        shards.verify(part, self.spec, written)
-        encodings = 1 + ((before or {}).get("images") or {}).get("encodings", 0) if again else 1
-        version = before["version"] + 1 if before else 1
-        manifest = shards.manifest(
-            self.run, source, version, self.spec, phases, codec, encodings, [info for info, _ in written], left_out
-        )
-        (part / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        shards.place(part, shard)
-        self._adopt(shard, manifest)
-        for number in self._kept.keys() & {info.number for info, _ in written}:
+        self._adopt(shard, made)
+        for number in self._kept.keys() & {entry["number"] for entry in made["episodes"]}:
             shards.drop(self._kept.pop(number))
 
     def _tell(self, counts: bool) -> None:
@@ -367,26 +342,8 @@ class Exporter:
             self._told = clock.monotonic()
             log.info("export: episode %d of %d is written", self._written, max(self._written, self._all))
 
-    def _rows(self, shard: Path, info: EpisodeInfo, before: Manifest | None, again: list[int]) -> Rows | None:
-        """Read an episode from the store, else from the version before, or from where it was left out. None if none of
-        these holds it."""
-        try:
-            return self._readers[info.source].rows(info)
-        except Gone:
-            if info.number in self._kept:
-                return shards.kept(self._kept[info.number], info, self.spec)
-            numbers = [entry["number"] for entry in before["episodes"]] if before else []
-            if info.number not in numbers:
-                log.warning("export: episode %s left the store before it was in a shard", info.id)
-                return None
-            again.append(info.number)
-            return shards.rows_of(shard, numbers.index(info.number), info, self.spec)
-
-    def _forget(
-        self, shard: Path, before: Manifest | None, left_out: Sequence[tuple[EpisodeInfo, str]], part: Path
-    ) -> None:  # fmt: skip
+    def _forget(self, shard: Path, before: Manifest | None, left_out: Sequence[tuple[EpisodeInfo, str]]) -> None:
         """Remove a shard without episodes: LeRobot has no such dataset."""
-        shards.remove(part)
         if before:
             shards.drop(shard)
         for info, _ in left_out:
@@ -394,7 +351,3 @@ class Exporter:
             self._mark.pop(info.number, None)
             if info.discard:
                 self._settled.add(info.number)
-
-
-def _part(folder: Path) -> Path:
-    return folder.with_name(folder.name + shards.PART)

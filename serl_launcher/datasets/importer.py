@@ -23,7 +23,7 @@ from serl_client.identity import IMPORTED
 from serl_client.names import MAX_NAME
 from serl_client.spec import Spec
 
-from serl_launcher.datasets import robomimic
+from serl_launcher.datasets import columns, lerobot_api, robomimic
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.datasets.robomimic import RobomimicFile
 from serl_launcher.datasets.units import Conversion, conversions, degrees_per_percent
@@ -31,7 +31,7 @@ from serl_launcher.error_log import ERRORS, write_traceback
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.service.link import ask, connect, wait_for_spec
 from serl_launcher.store.directives import DATASET
-from serl_launcher.training.plan import Plan
+from serl_launcher.training.plan import Change, Plan, PlanSource
 from serl_launcher.training.plan_reader import plan_of
 
 log = logging.getLogger(__name__)
@@ -40,13 +40,19 @@ PENDING = 32 << 20  # bytes that may wait for the server; until then they are on
 TELL_S = 10.0  # seconds between two lines of progress
 DAMAGED = "importer: "  # begins `judged_by` of an episode that could be read in part only; the reason follows
 PART = re.compile(r"\.part\d+$")  # the store adds it to the id of an episode's part
-NAME = re.compile(r"(.*)-\d{6,}(-deg\w{8})?(~\d+)?")  # an id of ours: dataset, index, conversion, attempt
+NAME = re.compile(r"(.*)-\d{6,}(-deg\w{8}|-as\w{8})?(~\d+)?")  # an id of ours: dataset, index, conversion, attempt
 OUTSIDE = 0.01  # warn if a larger share of the action's values is outside the run's bounds
 
 
-def dataset_at(name: str) -> Dataset | RobomimicFile:
+def dataset_at(source: PlanSource) -> Dataset | RobomimicFile:
     """Open a folder as a LeRobot dataset, a file as robomimic's. Raises ConfigError as they do."""
-    return RobomimicFile(name) if robomimic.is_file(name) else Dataset(Path(name))
+    name, is_file = str(source.dataset), robomimic.is_file(str(source.dataset))
+    if is_file and (source.change != Change() or source.convert):
+        raise ConfigError("rename, crop, size, fps and convert are for datasets of LeRobot: leave them out")
+    if is_file:
+        return RobomimicFile(name)
+    is_old = source.convert and lerobot_api.is_old(Path(name))
+    return Dataset(lerobot_api.converted(Path(name)) if is_old else Path(name), source.change)
 
 
 def open_datasets(plan: Plan) -> dict[str, Dataset | RobomimicFile]:
@@ -57,7 +63,7 @@ def open_datasets(plan: Plan) -> dict[str, Dataset | RobomimicFile]:
     found = {}
     for name, source in plan.sources.items():
         try:
-            found |= {name: dataset_at(source.dataset)} if source.dataset else {}
+            found |= {name: dataset_at(source)} if source.dataset else {}
         except ConfigError as error:
             raise ConfigError(f"plan.sources.{name}.dataset={source.dataset}: {error}") from None
     for name, dataset in found.items():
@@ -84,9 +90,12 @@ def import_datasets(plan: Plan, run_dir: Path, *, local: str, waits: bool) -> No
         spec = wait_for_spec(link, needs_actor=waits, announces=waits) or next(iter(datasets.values())).spec()
         for name, dataset in datasets.items():
             if misfit := dataset.misfit(spec):
+                words = columns.remedy(dataset, spec, name) if isinstance(dataset, Dataset) else ""
                 raise ConfigError(
-                    f"plan.sources.{name}.dataset: {dataset.folder} is not of this run's robot: {misfit}. Take "
-                    "a dataset of this robot, or another task or run_dir"
+                    f"plan.sources.{name}.dataset: {dataset.folder} is not of this run's robot: {misfit}. "
+                    + f"If it is, say {words}; else take" * bool(words)
+                    + "Take" * (not words)
+                    + " a dataset of this robot, or another task or run_dir"
                 )
         for name, conversion in conversions(plan, datasets, spec).items():
             _Import(link, name, datasets[name], spec, local, run_dir, conversion).run()
@@ -116,6 +125,10 @@ class _Import:
     def run(self) -> None:
         if not self._missing():
             return
+        if isinstance(self._dataset, Dataset):
+            told = columns.became(self._dataset, self._spec, self._conversion)
+            for line in columns.note(self._dataset, self._source, told, self._run_dir):
+                log.info("%s", line)
         with self._client() as client:
             _settle(client)  # deliver what an earlier session left,
             self._await_closed(client)  # until the server has closed that session's episodes
@@ -197,8 +210,8 @@ class _Import:
         there = [found for id in self._parts if (found := NAME.fullmatch(id)) and found[1] == self._begin]
         if any((found[2] or "") != self._conversion.mark for found in there):
             raise ConfigError(
-                f"source {self._source} holds {self._dataset.folder} as it was imported with another unit or "
-                "calibration: say the same again, or use another run_dir"
+                f"source {self._source} holds {self._dataset.folder} as it was imported with another unit, "
+                "calibration, rename, crop, size or fps: say the same again, or use another run_dir"
             )
         missing = []
         for index, length in enumerate(self._dataset.lengths):

@@ -167,6 +167,11 @@ def _numbers(episode: Recorded) -> Iterator[tuple[bool, str]]:
             yield True, f"{name} has values that are no numbers"
 
 
+def mistimed(episode: Episode) -> list[str]:
+    """Return what is wrong with the times of an episode's rows; nothing if only their rate on paper is known."""
+    return [what for is_wrong, what in _times(_of_dataset(episode), episode.dataset.fps) if is_wrong]
+
+
 def _times(episode: Recorded, fps: float) -> Iterator[tuple[bool, str]]:
     steps = np.diff(episode.numbers["time"]) * fps  # in periods
     if len(steps) and np.isfinite(steps).all():

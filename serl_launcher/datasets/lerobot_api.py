@@ -1,15 +1,24 @@
 """Every call into lerobot's datasets that differs between its versions: 0.4.4 on Python 3.11, 0.6.1 on newer ones.
 
-Each import is silenced, and asks nobody on the network.
+Each import is silenced. `upload` alone asks somebody on the network.
 """
 
 import importlib
 import importlib.util
+import json
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from serl_client.errors import ConfigError
+
+OLD = "v2.1"
 CONVERTERS = "lerobot.scripts.convert_dataset_v21_to_v30", "lerobot.datasets.v30.convert_dataset_v21_to_v30"
 
 
@@ -26,12 +35,31 @@ def dataset_class() -> Any:
     return LeRobotDataset
 
 
-def create(folder: Path, fps: Any, features: Mapping[str, Any], codec: str | None) -> Any:
-    """Return a new LeRobotDataset to be written into `folder`. codec: of videos; None: images as PNG."""
+def create(
+    folder: Path, fps: Any, features: Mapping[str, Any], codec: str | None, robot_type: str | None = None,
+    copy: Callable[[str, Path, Path], None] | None = None,
+) -> Any:  # fmt: skip
+    """Return a new LeRobotDataset to be written into `folder`. codec: of videos; None: images as PNG.
+
+    copy: makes the video of an episode in place of the encoder, as copy(camera, folder of its images, file to make).
+    """
     more = _encoder(codec) if codec else {}
-    return dataset_class().create(
-        "retake/shard", fps, features, root=folder, use_videos=codec is not None, encoder_threads=1, **more
-    )
+    dataset = dataset_class().create(
+        "retake/shard", fps, features, root=folder, robot_type=robot_type, use_videos=codec is not None,
+        encoder_threads=1, **more,
+    )  # fmt: skip
+    if copy:
+        writer = dataset.writer if importlib.util.find_spec("lerobot.datasets.dataset_writer") else dataset
+
+        def copied(camera: str, episode: int) -> Path:
+            images = writer._get_image_file_dir(episode, camera)
+            video = Path(tempfile.mkdtemp(dir=folder)) / f"{episode}.mp4"
+            copy(camera, images, video)
+            shutil.rmtree(images)
+            return video
+
+        writer._encode_temporary_episode_video = copied
+    return dataset
 
 
 def encode(images: Path | str, video: Path, fps: Any, codec: str) -> None:
@@ -58,8 +86,77 @@ def merge(target: Path, folders: Sequence[Path]) -> None:
     aggregate_datasets(names, "retake/merged", roots=[folder.resolve() for folder in folders], aggr_root=target)
 
 
+def upload(folder: Path, name: str, *, private: bool) -> str:
+    """Upload a dataset to the hub as `name`, with the token that this user has there; return its address.
+
+    LeRobot's own push_to_hub would put a licence on it, and asks another server than the user's for its page.
+    Raises ConfigError if there is no token, or the hub refuses it.
+    """
+    os.environ["HF_HUB_OFFLINE"] = "0"
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from lerobot.datasets.utils import create_lerobot_dataset_card
+
+    hub, info = HfApi(token=True), json.loads((folder / "meta/info.json").read_text())
+    there: Any = {"repo_id": name, "repo_type": "dataset"}
+    card = str(create_lerobot_dataset_card(dataset_info=info, repo_id=name))
+    try:
+        address = hub.create_repo(**there, private=private, exist_ok=True)
+        hub.upload_folder(**there, folder_path=folder, ignore_patterns=["images/*"])
+        if not (folder / "README.md").exists():
+            hub.upload_file(**there, path_or_fileobj=card.encode(), path_in_repo="README.md")
+        hub.create_tag(**there, tag=info["codebase_version"], exist_ok=True)  # lerobot asks for its format by this tag
+    except LocalTokenNotFoundError:
+        raise ConfigError("the hub needs your token: run `hf auth login` here, or set HF_TOKEN") from None
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise ConfigError(f"the hub does not take {name}: {error}. Name it user/dataset, as yours there") from None
+    return str(address)
+
+
 def converter() -> str:
     """Return the module that converts a dataset of v2.1 to v3.0."""
     if importlib.util.find_spec("lerobot") is None:
         return CONVERTERS[0]
     return next(name for name in CONVERTERS if importlib.util.find_spec(name))
+
+
+def how_to_convert(version: str) -> str:
+    """Return what to do with a dataset of another format than v3.0."""
+    if version != OLD:
+        return f"lerobot converts {OLD} alone: bring it there first, with the lerobot of its time"
+    return f"a plan takes it by `convert: true` in its source; by hand convert it with python -m {converter()}"
+
+
+def is_old(folder: Path) -> bool:
+    """Return whether this is a dataset of v2.1, which `converted` takes."""
+    with suppress(OSError, ValueError, AttributeError):
+        return json.loads((folder / "meta/info.json").read_text()).get("codebase_version") == OLD
+    return False
+
+
+def converted(folder: Path) -> Path:
+    """Let lerobot convert a dataset of v2.1; return the new folder, beside it: `NAME-v3.0`. It may be there already.
+
+    The dataset itself is only read: the converter gets links to its files, because it moves what it has converted.
+    Raises ConfigError if it fails, with the converter's last line, and if it cannot be written.
+    """
+    target = folder.resolve().with_name(f"{folder.resolve().name}-v3.0")
+    aside = target.with_name(f"{target.name}.part")
+    if target.exists():
+        return target
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        shutil.copytree(folder.resolve(), aside / "dataset", copy_function=os.symlink)
+        root = aside / "dataset" if converter() == CONVERTERS[0] else aside
+        command = [sys.executable, "-W", "ignore", "-m", converter(), "--repo-id=dataset", "--push-to-hub=false"]
+        offline = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "HF_DATASETS_CACHE": str(aside / "cache")}
+        done = subprocess.run([*command, f"--root={root}"], capture_output=True, text=True, env=offline)
+        if done.returncode:
+            said = done.stderr.strip().rpartition("\n")[2]
+            raise ConfigError(f"lerobot cannot convert {folder}: {said}. Take another dataset")
+        (aside / "dataset").rename(target)
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written: {error}. Make room there, or copy {folder} elsewhere") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target

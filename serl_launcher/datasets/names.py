@@ -9,10 +9,16 @@ What one row of a shard holds:
 LeRobot has no row for the observation after the last action: it stays in the store.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from serl_client.spec import Feature, Spec
+from serl_client.errors import ConfigError
+from serl_client.spec import IMAGES, Feature, Spec
+from serl_client.words import check_choice
+
+from serl_launcher.datasets.tables import entry_names
 
 MANIFEST = "retake.json"  # the file in which a shard says what LeRobot has no place for
 LEFT_OUT = "left_out"  # folder beside those of the sources: the episodes that no shard takes, as NumPy files
@@ -32,6 +38,11 @@ STORED = {  # a step's field in the store: its column in a shard
     "reward": REWARD, "terminated": TERMINATED, "truncated": TRUNCATED,
     **{name: name for name in (INTERVENED, CHUNK_START, GAP, CHUNK_DELAY, TIME, WEIGHTS_VERSION, DIRECTIVE)},
 }  # fmt: skip
+KNOWN = {  # a column of lerobot's, or of HIL-SERL's: its name here
+    "complementary_info.is_intervention": INTERVENED,  # lerobot.rl
+    "is_intervention": INTERVENED,
+    "intervention": INTERVENED,  # lerobot-rollout
+}
 RESERVED = {*COLUMNS, "timestamp", "frame_index", "episode_index", "index", "task_index", "task"}
 
 
@@ -57,6 +68,47 @@ def column(name: str, spec: Spec) -> str:
         name = name.replace("image", "picture")
     name = name.replace("/", ".")
     return f"extras.{name}" if name in RESERVED else name
+
+
+def called(entries: Mapping[str, Mapping[str, Any]], rename: Mapping[str, str], where: str) -> dict[str, str]:
+    """Return {column of info.json's features: its name here}, by `rename`, else as it is KNOWN, else its own.
+
+    where: the setting. Raises ConfigError for a rename of nothing, or of two columns to the same name.
+    """
+    parts = {part for entry in entries.values() for part in entry_names(entry)}
+    for name in rename:
+        check_choice(name, [*entries, *parts], "column or entry", where)
+    found = {column: rename.get(column, column) for column in entries}
+    for column, name in KNOWN.items():
+        if found.get(column) == column and name not in found.values():
+            found[column] = name
+    for name in set(found.values()):
+        if len(columns := [column for column in found if found[column] == name]) > 1:
+            raise ConfigError(f"{where}: {', '.join(columns)} are all called {name}: name one of them so")
+    return found
+
+
+def check_cameras(said: Iterable[str], cameras: Collection[str], where: str) -> None:
+    """Raise ConfigError if one of the names that are said, with or without `observation.images.`, is no camera's."""
+    short = [camera.removeprefix(IMAGES) for camera in cameras]
+    for name in said:
+        check_choice(name, [*short, *cameras], "camera", where)
+
+
+def order(mine: Feature, theirs: Feature) -> list[int] | None:
+    """Return which entries of a vector, in which order, are those of another one; None: all, as they are."""
+    if not theirs.names or mine.names == theirs.names or not {*theirs.names} <= {*mine.names}:
+        return None
+    are_vectors = mine.shape == (len({*mine.names}),) and theirs.shape == (len(theirs.names),)
+    return [mine.names.index(name) for name in theirs.names] if are_vectors else None
+
+
+def ordered(mine: Feature, theirs: Feature) -> Feature:
+    """Return a feature with the entries of another one, where it has them by name; else as it is."""
+    if (found := order(mine, theirs)) is None:
+        return mine
+    units = tuple(mine.units[i] for i in found) if mine.units else ()
+    return replace(mine, shape=theirs.shape, names=theirs.names, units=units)
 
 
 def misfit(features: Mapping[str, Feature], fps: float, spec: Spec) -> str:

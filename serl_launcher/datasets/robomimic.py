@@ -25,7 +25,7 @@ from serl_client.spec import DTYPES, Array, Feature, Spec
 
 from serl_launcher.datasets.episodes import Gone, Rows, open_run
 from serl_launcher.datasets.names import is_image, misfit
-from serl_launcher.datasets.reader import reading
+from serl_launcher.datasets.tables import reading
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.files import replaced
 

@@ -22,11 +22,11 @@ import numpy as np
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature, Spec
 
-from serl_launcher.datasets import lerobot_api
+from serl_launcher.datasets import footage, lerobot_api
 from serl_launcher.datasets.episodes import Mismatch, Rows, end
 from serl_launcher.datasets.names import COLUMNS, DONE, MANIFEST, OUTCOME, PHASE, STORED, SUCCESS, cameras, column
 from serl_launcher.datasets.priority import ordinary_priority
-from serl_launcher.datasets.reader import Dataset
+from serl_launcher.datasets.reader import Dataset, Episode
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.files import sync_folder
 
@@ -85,27 +85,40 @@ def features(spec: Spec, kind: str) -> dict[str, dict[str, Any]]:
 
 
 def write(
-    part: Path, spec: Spec, codec: str | None, episodes: Iterable[tuple[EpisodeInfo, Rows]]
-) -> list[tuple[EpisodeInfo, Rows]]:
+    part: Path, spec: Spec, codec: str | None, episodes: Iterable[tuple[EpisodeInfo, Rows]],
+    origins: Mapping[int, Episode] | None = None,
+) -> list[tuple[EpisodeInfo, Rows]]:  # fmt: skip
     """Write a LeRobot dataset of these (info, table) into the folder `part`. Nothing is synced yet.
 
     codec: of videos; None: store images as PNG. Images are read step by step, each once.
-    Returns the episodes again, without images. Raises Gone if one leaves the store meanwhile.
+    origins: {episode: where its videos are copied from}, of all that are written; None: they are encoded.
+    Returns the episodes again, without images. Raises Gone if one leaves the store meanwhile, and Differs if an origin
+    does not show an episode's images.
     """
+
+    def copy(camera: str, images: Path, video: Path) -> None:
+        footage.take((origins or {})[info.number], camera, images, video)
+
     remove(part)
     part.parent.mkdir(parents=True, exist_ok=True)
-    dataset = lerobot_api.create(part, _fps(spec), features(spec, "video" if codec else "image"), codec)
+    kind = "video" if codec else "image"
+    dataset = lerobot_api.create(part, whole(spec.fps), features(spec, kind), codec, copy=copy if origins else None)
     images, written = {column(name, spec) for name in cameras(spec)}, []
     for info, columns in episodes:
         for step in range(info.steps):
             dataset.add_frame({name: array[step] for name, array in columns.items()} | {"task": info.task})
-        with warnings.catch_warnings(), ordinary_priority():
-            warnings.simplefilter("ignore")  # of LeRobot, about flags and arrays of one number
-            dataset.save_episode(parallel_encoding=False)  # in this process: another one could outlive it
+        save(dataset)
         written.append((info, {name: array for name, array in columns.items() if name not in images}))
     dataset.finalize()
     remove(part / "images")
     return written
+
+
+def save(dataset: Any) -> None:
+    """Let a LeRobotDataset write the episode of which it has all frames."""
+    with warnings.catch_warnings(), ordinary_priority():
+        warnings.simplefilter("ignore")  # of LeRobot, about flags and arrays of one number
+        dataset.save_episode(parallel_encoding=False)  # in this process: another one could outlive it
 
 
 def keep(part: Path, rows: Rows) -> None:
@@ -188,13 +201,15 @@ def _cached_in(config: Any, folder: str) -> Iterator[None]:
         config.HF_DATASETS_CACHE = before
 
 
-def _fps(spec: Spec) -> Any:
-    return int(spec.fps) if float(spec.fps).is_integer() else spec.fps
+def whole(fps: float) -> float:
+    """Return a rate as LeRobot writes it: an int, if it is one."""
+    return int(fps) if float(fps).is_integer() else fps
 
 
-def codec_for(spec: Spec) -> str | None:
+def codec_for(spec: Spec, like: Episode | None = None) -> str | None:
     """Return a codec in which this machine can write and read videos of these cameras.
 
+    like: an episode whose codec is tried first, so that its dataset can be merged with ours.
     None: store images as PNG, because there is no such codec or the frame rate is no whole number; or no cameras.
     """
     if not cameras(spec):
@@ -202,8 +217,9 @@ def codec_for(spec: Spec) -> str | None:
     if not float(spec.fps).is_integer():
         log.warning("export: LeRobot's videos need a whole number of frames per second; images are stored as PNG")
         return None
+    first = footage.joined([like]) if like else None
     reasons = []
-    for codec in CODECS:
+    for codec in dict.fromkeys([*filter(None, [first]), *CODECS]):
         reason = next((why for name in cameras(spec) if (why := _unfit(codec, spec, spec.observation[name]))), None)
         if reason is None:
             return codec
@@ -220,7 +236,7 @@ def _unfit(codec: str, spec: Spec, feature: Feature) -> str | None:
     from lerobot.datasets.video_utils import decode_video_frames
     from PIL import Image
 
-    fps = _fps(spec)
+    fps = whole(spec.fps)
     with tempfile.TemporaryDirectory() as folder:
         for i in range(2):
             Image.fromarray(np.full(feature.shape, 255 * i, np.uint8)).save(Path(folder) / f"frame-{i:06d}.png")
@@ -292,12 +308,12 @@ def manifest(
 ) -> dict[str, Any]:  # fmt: skip
     """Return the content of `retake.json`.
 
-    encodings: how often the images went through the codec. left_out: (episode, reason) of those not in the shard.
+    encodings: how often the images went through a codec. left_out: (episode, reason) of those not in the shard.
     """
-    images = {"stored_as": "video" if codec else "image", "codec": codec, "lossy": codec is not None}
+    images = {"stored_as": "video" if codec else "image", "codec": codec, "lossy": encodings > 0}
     return {
         "format": FORMAT, "run": run, "source": source, "version": version, "fps": float(spec.fps),
-        "images": images | {"encodings": encodings if codec else 0} if cameras(spec) else None,
+        "images": images | {"encodings": encodings} if cameras(spec) else None,
         "final_observations": "not in this dataset: LeRobot has no row for them, the run's store has them",
         "phases": list(phases), "spec": spec.to_dict(), "episodes": [_entry(info) for info in infos],
         "left_out": [_entry(info) | {"why": why} for info, why in left_out],
@@ -353,12 +369,11 @@ class _InOrder:
         return next(self._images)
 
 
-def rows_of(shard: Path, entry: int, info: EpisodeInfo, spec: Spec) -> Rows:
+def rows_of(episode: Episode, info: EpisodeInfo, spec: Spec) -> Rows:
     """Read an episode from a shard, because the store has evicted it: as EpisodeReader.rows, without final observation.
 
-    entry: its index in the shard. info: its EpisodeInfo, of which the last row gets reward and end.
+    info: its EpisodeInfo, of which the last row gets reward and end.
     """
-    episode = Dataset(shard).episode(entry)
     images = set(cameras(spec))
     rows: Rows = {name: _InOrder(episode.images(column(name, spec))) for name in images}
     for name, feature in {**spec.observation, "action": spec.action, **spec.extras}.items():

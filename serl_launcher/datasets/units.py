@@ -7,7 +7,7 @@ calibration of the arm that was recorded tells how many degrees one percent of e
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,10 @@ from serl_client.episode import Segment
 from serl_client.errors import ConfigError
 from serl_client.spec import Array, Feature, Spec
 
-from serl_launcher.datasets.reader import Dataset, reading
+from serl_launcher.datasets.reader import Dataset
 from serl_launcher.datasets.robomimic import RobomimicFile
-from serl_launcher.training.plan import ANGLES, Plan, PlanSource
+from serl_launcher.datasets.tables import reading
+from serl_launcher.training.plan import ANGLES, Change, Plan, PlanSource
 
 TURN = 4095  # steps of a turn, as lerobot counts those of the motors of SO-100, SO-101, Koch and LeKiwi
 WHERE = "~/.cache/huggingface/lerobot/calibration/robots/TYPE/ID.json"
@@ -25,15 +26,22 @@ WHERE = "~/.cache/huggingface/lerobot/calibration/robots/TYPE/ID.json"
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Multiplies vectors of a dataset. factors: {feature: of each entry, [D]}; a feature without stays as it is."""
+    """Multiplies vectors of a dataset.
+
+    factors: {feature: of each entry, [D]}; a feature without stays as it is. change: what was done to its rows before.
+    """
 
     factors: Mapping[str, Array]
+    change: Change = field(default_factory=Change)
 
     @property
     def mark(self) -> str:
-        """The end of the ids of episodes that were multiplied by these factors; empty if nothing is multiplied."""
+        """The end of the ids of episodes that were changed and multiplied like this; empty for none."""
         told = json.dumps({name: self.factors[name].tolist() for name in sorted(self.factors)})
-        return f"-deg{hashlib.sha256(told.encode()).hexdigest()[:8]}" if self.factors else ""
+        is_changed = self.change != Change()
+        told += json.dumps(asdict(self.change), sort_keys=True) * is_changed
+        word = "as" if is_changed else "deg"
+        return f"-{word}{hashlib.sha256(told.encode()).hexdigest()[:8]}" if self.factors or is_changed else ""
 
     def converted(self, segment: Segment) -> Segment:
         action, observation = self._scaled("action", segment.action), segment.observation
@@ -64,7 +72,7 @@ def conversions(plan: Plan, datasets: Mapping[str, Dataset | RobomimicFile], spe
     for source, dataset in datasets.items():
         at, told, features = f"plan.sources.{source}", plan.sources[source], dataset.described(spec)
         factors = {n: _factors(at, told, dataset.folder, n, features[n], theirs) for n, theirs in vectors.items()}
-        found[source] = Conversion({name: factor for name, factor in factors.items() if factor is not None})
+        found[source] = Conversion({name: by for name, by in factors.items() if by is not None}, told.change)
         if told.calibration and not found[source].factors:
             raise ConfigError(
                 f"{at}.calibration: nothing of {dataset.folder} is in percent where the run is in degrees, so there is "

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from serl_client.errors import ConfigError
+from serl_client.spec import IMAGES
 from serl_client.words import check_choice
 
 from serl_launcher.replay.verdicts import VerdictRewards
@@ -29,6 +31,28 @@ TERM = re.compile(r"(\w+)(?:\.(\w+)|\[(\d+)\])?\s*(>=|>)\s*(\d[\d_]*(?:\.\d+)?)"
 
 
 @dataclass(frozen=True, slots=True)
+class Change:
+    """What becomes of a LeRobot dataset's rows before the run takes them. The order: names, images, rows.
+
+    rename: {a column of the dataset, or an entry of a vector: its name in the run}.
+    crop, size: {camera of the run: top, left, height and width of what is used; height and width after it}, in pixels;
+        under "" for each other camera.
+    fps: steps per second to which the rows are resampled by their time stamps; None: the dataset's own.
+    """
+
+    rename: Mapping[str, str] = field(default_factory=dict)
+    crop: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    size: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    fps: float | None = None
+
+    def of(self, camera: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+        """Return (crop, size) of a camera, such as `observation.images.front`; None: not said."""
+        names = camera, camera.removeprefix(IMAGES), ""
+        crop, size = (next((cuts[n] for n in names if n in cuts), None) for cuts in (self.crop, self.size))
+        return crop, size
+
+
+@dataclass(frozen=True, slots=True)
 class PlanSource:
     """A physical source, into which actors write.
 
@@ -38,6 +62,8 @@ class PlanSource:
     units: what a dataset that does not say it is measured in: `degrees`, `percent` or `radians`; None: it is not asked.
     calibration: lerobot's file of the arm that was recorded, by which a dataset in percent becomes degrees; None: it
         stays as it is.
+    change: what becomes of the dataset's rows before the run takes them.
+    convert: whether a dataset of LeRobot's format v2.1 is converted to v3.0 first, into a folder beside it.
     on_silence: seconds without a message after which an actor's open episode is truncated. inf: keep it until the actor
         is back. None: keep it for an actor with a real clock, truncate it for a simulated one.
     """
@@ -48,6 +74,8 @@ class PlanSource:
     on_silence: float | None = None
     units: str | None = None
     calibration: str | None = None
+    change: Change = Change()
+    convert: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,3 +302,31 @@ def parse(text: str) -> tuple[Term, ...]:
     matches = [TERM.fullmatch(part.strip()) for part in text.split(" and ")]
     groups = [match.groups() for match in matches if match] if None not in matches else []
     return tuple(Term(name, count, int(n) if n else None, sign == ">", float(x)) for name, count, n, sign, x in groups)
+
+
+def without_operator(plan: Plan) -> Plan:
+    """Return the plan without its teleop phases, and without the shares of sources that only they fill."""
+    left_out = [name for name, phase in plan.phases.items() if phase.actors.mode == "teleop"]
+    phases = {name: phase for name, phase in plan.phases.items() if name not in left_out}
+    filled = {phase.actors.into for phase in phases.values()}
+    filled |= {name for name, source in plan.sources.items() if source.dataset is not None}
+    missing = {plan.phases[name].actors.into for name in left_out} - filled
+    empty = missing | {name for name, view in plan.views.items() if missing.issuperset(view.of)}
+    notes = [f"left out, as there is no operator: {', '.join(left_out)}"] if left_out else []
+    for name, phase in phases.items():
+        dropped = sorted({source for update in phase.updates for source in update.data if source in empty})
+        if dropped:
+            notes.append(f"{name} trains without {', '.join(dropped)}, which only an operator fills")
+        updates = tuple(replace(update, data=_rest(name, update.data, empty)) for update in phase.updates)
+        phases[name] = replace(phase, updates=updates)
+    return replace(plan, phases=phases, notes=tuple(notes))
+
+
+def _rest(phase: str, data: Mapping[str, float], empty: Collection[str | None]) -> dict[str, float]:
+    left = {source: share for source, share in data.items() if source not in empty}
+    if not left:
+        raise ConfigError(
+            f"plan.phases.{phase}.data: only an operator fills {', '.join(data)}: say task.has_operator=true, or "
+            "other data"
+        )
+    return {source: share / sum(left.values()) for source, share in left.items()}

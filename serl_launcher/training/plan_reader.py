@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from serl_client.errors import ConfigError
+from serl_client.images import pixels
 from serl_client.words import check_choice
 
 from serl_launcher.replay.verdicts import rewards_of
@@ -23,6 +24,7 @@ EVAL_CAPACITY = 20_000  # steps, unless the plan says another
 FILES = {  # words of a source: what they should be
     "dataset": "the folder of a LeRobot dataset, or a robomimic file", "calibration": "lerobot's calibration file",
 }  # fmt: skip
+CHANGES = ("rename", "crop", "size", "fps")  # of a dataset, in its source
 LEAST_CAPACITY = 100  # steps
 LEAVING = "a metric of the last phase, as in 'success[20] >= 0.9', or what a source holds, as in 'online.steps >= 9000'"
 EXAMPLE = "'env_steps >= 20000', 'demo.episodes >= 20', 'success[20] >= 0.9 and episodes >= 50' or 'operator'"
@@ -53,7 +55,7 @@ def load_plan(mapping: Mapping[str, Any], *, methods: Collection[str] | None, ha
     reader = _Reader(*_sources(root.at("sources", {})), methods, has_operator)
     phases = {name: reader.phase(name, node) for name, node in root.at("phases").entries()}
     plan = p.Plan(reader.sources | {p.EVAL: _evaluations(root.at("sources", {}))}, reader.views, phases)
-    plan = plan if has_operator else _without_operator(plan)
+    plan = plan if has_operator else p.without_operator(plan)
     if not plan.phases:
         raise root.at("phases").error("nothing to do" + " without an operator" * bool(plan.notes))
     return reader.repeated(plan, phases, root.at("repeat")) if "repeat" in mapping else plan
@@ -127,7 +129,7 @@ def _sources(node: _Node) -> tuple[dict[str, p.PlanSource], dict[str, View]]:
             raise entry.error("a name has letters, digits and _ only")
         entry.entries()
         if "of" not in entry.value:
-            entry.keys(required=("capacity",), optional=("archive", *FILES, "on_silence", "units"))
+            entry.keys(required=("capacity",), optional=("archive", *FILES, "on_silence", "units", *CHANGES, "convert"))
             archive = entry.at("archive", "none").word(ARCHIVES, "archive")
             files = {word: entry.at(word) for word in FILES}
             for word, file in files.items():
@@ -138,8 +140,9 @@ def _sources(node: _Node) -> tuple[dict[str, p.PlanSource], dict[str, View]]:
             said = None if units.value is None else units.word(p.ANGLES, "unit")
             capacity = entry.at("capacity").whole(LEAST_CAPACITY)
             sources[name] = p.PlanSource(
-                capacity, archive, files["dataset"].value, silence, said, files["calibration"].value
-            )
+                capacity, archive, files["dataset"].value, silence, said, files["calibration"].value, _change(entry),
+                entry.at("convert", False).flag(),
+            )  # fmt: skip
     for name, entry in node.entries():
         if name not in sources and name != p.EVAL:
             entry.keys(required=("of",), optional=("keep", "min_length", "split", "start_steps"))
@@ -149,6 +152,24 @@ def _sources(node: _Node) -> tuple[dict[str, p.PlanSource], dict[str, View]]:
             start_steps = entry.at("start_steps", "all").word(START_STEPS, "choice of start steps")
             views[name] = View(of, keep, entry.at("min_length", 1).whole(1), split, start_steps)
     return sources, views
+
+
+def _change(source: _Node) -> p.Change:
+    """Read what a source says of its dataset's rows."""
+    rename, fps = source.at("rename"), source.at("fps")
+    names = dict(rename.entries() if rename.value else ())
+    for node in names.values():
+        if not isinstance(node.value, str):
+            raise node.error(f"should be the name in the run, not {node.value!r}")
+    told = {name: node.value for name, node in names.items()}
+    crop, size = _cuts(source.at("crop"), 4), _cuts(source.at("size"), 2)
+    return p.Change(told, crop, size, None if fps.value is None else fps.number())
+
+
+def _cuts(node: _Node, count: int) -> dict[str, tuple[int, ...]]:
+    """Read the crop or the size of each camera, or of all, under ""."""
+    said = node.entries() if isinstance(node.value, Mapping) else [("", node)] if node.value is not None else []
+    return {camera: pixels(each.where, each.value, count) for camera, each in said}
 
 
 def _evaluations(node: _Node) -> p.PlanSource:
@@ -362,31 +383,3 @@ class _Reader:
             "interventions": actors.mode == "teleop" or (actors.intervene and self.has_operator),
         }
         return special.get(term.name, actors.act)
-
-
-def _without_operator(plan: p.Plan) -> p.Plan:
-    """Return the plan without its teleop phases, and without the shares of sources that only they fill."""
-    left_out = [name for name, phase in plan.phases.items() if phase.actors.mode == "teleop"]
-    phases = {name: phase for name, phase in plan.phases.items() if name not in left_out}
-    filled = {phase.actors.into for phase in phases.values()}
-    filled |= {name for name, source in plan.sources.items() if source.dataset is not None}
-    missing = {plan.phases[name].actors.into for name in left_out} - filled
-    empty = missing | {name for name, view in plan.views.items() if missing.issuperset(view.of)}
-    notes = [f"left out, as there is no operator: {', '.join(left_out)}"] if left_out else []
-    for name, phase in phases.items():
-        dropped = sorted({source for update in phase.updates for source in update.data if source in empty})
-        if dropped:
-            notes.append(f"{name} trains without {', '.join(dropped)}, which only an operator fills")
-        updates = tuple(replace(update, data=_rest(name, update.data, empty)) for update in phase.updates)
-        phases[name] = replace(phase, updates=updates)
-    return replace(plan, phases=phases, notes=tuple(notes))
-
-
-def _rest(phase: str, data: Mapping[str, float], empty: Collection[str | None]) -> dict[str, float]:
-    left = {source: share for source, share in data.items() if source not in empty}
-    if not left:
-        raise ConfigError(
-            f"plan.phases.{phase}.data: only an operator fills {', '.join(data)}: say task.has_operator=true, or "
-            "other data"
-        )
-    return {source: share / sum(left.values()) for source, share in left.items()}

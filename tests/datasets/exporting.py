@@ -46,8 +46,9 @@ def segment(spec, episode, start=0, steps=6, ends="terminated", phase="practise"
 class Run:
     """A store that somebody writes into, and an exporter beside it, without the processes around them."""
 
-    def __init__(self, folder, spec, capacity=400, archived=(), count=2):
+    def __init__(self, folder, spec, capacity=400, archived=(), count=2, datasets=None):
         self.folder, self.spec, self.capacity, self.count, self.seq = folder, spec, capacity, count, 0
+        self.datasets = datasets  # that were imported, {source: place}
         self.store = Store.create(folder / "store", spec, {"online": capacity, "demo": 400}, archived)
         self.store.direct({"into": "online", "phase": "practise"})
         self.store.direct({"into": "demo", "phase": "demonstrate"})
@@ -60,7 +61,9 @@ class Run:
     def started(self, sources=("online", "demo"), sinks=()):
         self.revision = 0
         capacities = {"online": self.capacity, "demo": 400}
-        return Exporter(self.folder, self.store.run, self.spec, capacities, sources, self.count, sinks)
+        return Exporter(
+            self.folder, self.store.run, self.spec, capacities, sources, self.count, sinks, datasets=self.datasets
+        )
 
     def add(self, *records):
         for record in records:

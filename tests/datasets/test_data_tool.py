@@ -12,6 +12,7 @@ import pytest
 from serl_client.episode import Outcome, Segment, Stamp
 from serl_client.spec import Feature, Spec
 
+from serl_launcher.datasets import lerobot_api
 from serl_launcher.datasets.inspection import inspect
 from serl_launcher.store.layout import Layout
 from serl_launcher.store.store import Store
@@ -218,6 +219,34 @@ def test_a_merged_dataset_has_every_frame_and_lerobot_opens_it(made, tmp_path):
     tasks = dataset.meta.tasks.index[columns["task_index"]]
     assert [(*state[:2], task) for state, task in zip(columns[STATE], tasks, strict=True)] == expected
     assert not list(tmp_path.glob(".*.aside"))
+
+
+@writes_shards
+@pytest.mark.usefixtures("quiet")
+def test_a_merge_of_several_video_files_shows_each_row_its_own_image_or_is_not_made(made, tmp_path, monkeypatch):
+    """lerobot's showed rows those of other episodes, or none (issue 2328), before its PR 2550."""
+    import pandas
+    from lerobot.datasets.aggregate import aggregate_datasets
+
+    first, second, many = made["first"].folder, made["second"].folder, tmp_path / "many"
+    aggregate_datasets(["a/b", "a/c"], "a/d", [first, second], many, video_files_size_in_mb=1e-6)
+    assert len(list(many.glob("videos/*/*/*.mp4"))) == 2
+    status, said = called("data", "merge", tmp_path / "out", many, first)
+    assert (status, "7 episodes, 75 frames of 2 datasets" in said) == (0, True), said
+    aggregate = lerobot_api.merge
+
+    def as_before(target, folders):
+        aggregate(target, folders)
+        [path] = target.glob("meta/episodes/*/*.parquet")
+        table = pandas.read_parquet(path)
+        table.loc[1, f"videos/{CAMERA}/from_timestamp"] = 0.0
+        table.to_parquet(path)
+
+    monkeypatch.setattr(lerobot_api, "merge", as_before)
+    status, said = called("data", "merge", tmp_path / "other", many, first)
+    assert status == 1
+    assert f"{CAMERA} differs from {CAMERA} of episode 1 of {many}" in said
+    assert not list(tmp_path.glob("other*"))
 
 
 @writes_shards

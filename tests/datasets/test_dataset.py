@@ -81,7 +81,7 @@ def test_the_spec_is_the_datasets_with_bounds_around_its_actions(low, seen):
         ("low", {STATE: Feature((4,))}, 20, "its rate is 10 fps, the run's 20"),
         ("low", {STATE: Feature((5,))}, 10, "its observation.state is [4]"),
         ("low", {STATE: Feature((4,)), CAMERA: Feature((8, 8, 3), "uint8")}, 10, "it has no observation.images.front"),
-        ("named", {STATE: Feature((4,), names=tuple("acbd"))}, 10, "holds a, b, c, d, the run's a, c, b, d"),
+        ("named", {STATE: Feature((4,), names=tuple("acbe"))}, 10, "holds a, b, c, d, the run's a, c, b, e"),
     ],
 )
 def test_what_differs_from_the_run_is_named(made, name, observation, fps, said):

@@ -191,7 +191,7 @@ def test_a_relabel_reaches_an_episode_that_the_store_holds_no_more(tmp_path, see
     stored = segment(seen, "e0", steps=10).reward
     assert np.array_equal(table["next.reward"].reshape(-1), [*stored[:-1], np.float32(1.0)])
     assert np.abs((dataset[5][CAMERA].numpy() * 255) - 150).max() <= 20
-    assert run.manifest("000001-000002")["images"]["encodings"] in (0, 2)
+    assert run.manifest("000001-000002")["images"]["encodings"] in (0, 1), "its video was copied"
     run.judge("e0", None)
     assert np.array_equal(run.opened("000001-000002")[1]["next.reward"].reshape(-1), stored), "the word is taken back"
 

@@ -19,8 +19,8 @@ def test_an_episode_that_no_shard_takes_is_kept_beside_them_and_the_rest_goes_on
     run = Run(tmp_path, blind, capacity=100, archived=["online"], count=4)
     write = shards.write
 
-    def swapped(part, spec, codec, episodes):
-        made = write(part, spec, codec, episodes)
+    def swapped(*how):
+        made = write(*how)
         for info, columns in made:
             columns["intervened"] = columns["intervened"] ^ (info.id == "e2")
         return made

@@ -26,7 +26,7 @@ NO_WORD = {  # file, or text: why it has no word
     "service/peers.py": "a Hello that no client of ours says", "an actor's Hello names its session": "as above",
     "service/server.py": "a request that no client of ours makes",
     "datasets/reader.py": "a dataset that others made is damaged: open_datasets says what to do",
-    "datasets/robomimic.py": "as above", "datasets/shards.py": "as above",
+    "datasets/robomimic.py": "as above", "datasets/shards.py": "as above", "datasets/tables.py": "as above",
     "optim/distributed.py": "it repeats what rank 0 says", "training/presence.py": "what is lacking says it",
     "teleop/raw.py": "who opens the device says it", "guard/link.py": "the guard says it",
     "checks/probe.py": "a fault of a driver that somebody writes", "checks/readings.py": "as above",

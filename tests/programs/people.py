@@ -83,13 +83,13 @@ class Person(Run):
     def succeed(self):
         self.press(b"s")
 
-    def practised(self, words, *, has_programs=False):
+    def practised(self, words, *, has_programs=False, learns=()):
         """Let a person demonstrate once and take over in two episodes of practice; the actor's maps of memory.
 
-        The learner's parts are threads of this process, unless it `has_programs`.
+        The learner's parts are threads of this process, unless it `has_programs`. learns: more words for it alone.
         """
         if has_programs:
-            learner = self.start("learner", *words, *TINY)
+            learner = self.start("learner", *words, *TINY, *learns)
             loaded = self.direct(self.act(*words))
             self.end_well(learner)
             return loaded

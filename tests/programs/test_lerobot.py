@@ -1,16 +1,24 @@
 """Robots, leader arms and cameras of lerobot, and of plugins that nobody knew, practised with by words alone."""
 
 import json
+import subprocess
+import sys
 import threading
 import time
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from robot_infra.sim.feetech import ENDS, FeetechBus
+from serl_launcher.datasets import plain
+from serl_launcher.datasets.reader import Dataset
 from serl_launcher.store.layout import INTERVENED
 from tests.programs.people import FAULT, Person
 from tests.shared import oracle
+from tests.shared.common import TOOLS
 from tests.shared.plugins import publish
 
 pytest.importorskip("lerobot", reason="the extra `robots` is not installed: . examples/install.sh --extra robots")
@@ -55,6 +63,8 @@ def check_rows(person, jump):
         human, action = steps["flags"] & INTERVENED > 0, steps["action"]
         assert np.abs(np.diff(action, axis=0)).max() <= jump + 1e-3
         assert steps["age.top"].max() <= 2 / 20
+        # set points come at 40 Hz, rows do not: lerobot's issue 4099
+        assert np.median(np.diff(steps["time"])) > 0.9 / 20
         if row["source"] == "demo":
             assert human.all()
             continue
@@ -66,25 +76,30 @@ def check_rows(person, jump):
         assert not changes[:begin].any()
 
 
-def moved_by(leader, ended):
-    """Move the leader's shoulder to and fro, as a hand does."""
-    begin = time.monotonic()
-    while not ended.wait(0.01):
-        share = 0.5 + 0.3 * np.sin(2 * (time.monotonic() - begin))
-        leader.place({1: ENDS[0][0] + share * (ENDS[0][1] - ENDS[0][0]), 6: ENDS[5][0] + 400})
+@contextmanager
+def moving(leader):
+    """Move the leader's shoulder to and fro meanwhile, as a hand does."""
+    ended, begin = threading.Event(), time.monotonic()
+
+    def move():
+        while not ended.wait(0.01):
+            share = 0.5 + 0.3 * np.sin(2 * (time.monotonic() - begin))
+            leader.place({1: ENDS[0][0] + share * (ENDS[0][1] - ENDS[0][0]), 6: ENDS[5][0] + 400})
+
+    hand = threading.Thread(target=move)
+    hand.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        hand.join()
 
 
 def test_an_so101_is_demonstrated_with_and_practised_with_by_words_alone(person, so101):
     words, follower, leader = so101
     stood = follower.positions
-    ended = threading.Event()
-    hand = threading.Thread(target=moved_by, args=(leader, ended))
-    hand.start()
-    try:
+    with moving(leader):
         assert "libtorch" not in person.practised(words)
-    finally:
-        ended.set()
-        hand.join()
     check_rows(person, jump=15)
     first = {number: follower.servos[number].goals[0][1] for number in stood}
     assert first == pytest.approx(stood, abs=1), "torque came on where each servo stood"
@@ -104,3 +119,60 @@ def test_plugins_that_nobody_knew_are_found_driven_recorded_and_practised_with(p
     ]  # fmt: skip
     assert "libtorch" not in person.practised(words)
     check_rows(person, jump=15)
+
+
+RECORD = """
+import sys
+import numpy as np
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+joints = ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
+vector = {"dtype": "float32", "shape": (6,), "names": [f"{joint}.pos" for joint in joints]}
+image = {"dtype": "video", "shape": (32, 32, 3), "names": ["height", "width", "channels"]}
+features = {"action": vector, "observation.state": vector, "observation.images.top": image}
+data = LeRobotDataset.create("me/old", 20, features, root=sys.argv[1], robot_type="so_follower")
+for episode in range(2):
+    for step in range(30):
+        pose = np.array([20 * np.sin(step / 5 + episode), -50, 48, 48, 0, 10], np.float32)
+        seen = np.full((32, 32, 3), 8 * step, np.uint8)
+        data.add_frame({"action": pose, "observation.state": pose, "observation.images.top": seen, "task": "pick"})
+    data.save_episode()
+data.finalize()
+"""
+
+
+def test_a_recording_of_lerobot_is_practised_with_and_goes_back_to_lerobot_by_commands_alone(person, so101):
+    words, _, leader = [word.replace("size:[16,16]", "size:[32,32]") for word in so101[0]], *so101[1:]
+    home = Path(person.environment["HF_LEROBOT_HOME"])
+    old, new, both = (home / "me" / name for name in ("old", "new", "both"))
+
+    def program(*command):
+        offline = {**person.environment, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, env=offline, capture_output=True, text=True, cwd=home.parent)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout + done.stderr
+
+    def lerobot(name, *options):
+        return program(Path(sys.executable).with_name(f"lerobot-{name}"), *options)
+
+    program(sys.executable, "-W", "ignore", "-c", RECORD, old)
+    with moving(leader):
+        imported = [f"plan.sources.demo.dataset={old}", "plan.sources.demo.units=degrees"]
+        person.practised(words, has_programs=True, learns=imported)
+    said = program(sys.executable, TOOLS / "data.py", "export", person.run_dir, "--plain", new)
+    assert "2 episodes came from a dataset and are not in it" in said
+    lerobot("edit-dataset", "--repo_id=me/both", "--operation.type=merge", "--operation.repo_ids=['me/old', 'me/new']")
+    recorded, practised = Dataset(old), Dataset(new)
+    assert len(practised.lengths) >= 3
+    names = {name: name for name in recorded.features}
+    for episode, original in zip(Dataset(both), chain(recorded, practised), strict=True):
+        plain.check_same(episode, original, names)
+    small = [f"--policy.{name}={value}" for name, value in {
+        "type": "act", "device": "cpu", "push_to_hub": "false", "pretrained_backbone_weights": "null", "dim_model": 32,
+        "n_heads": 2, "dim_feedforward": 32, "chunk_size": 4, "n_action_steps": 4}.items()]  # fmt: skip
+    trained = lerobot(
+        "train", "--dataset.repo_id=me/both", f"--dataset.root={both}", "--steps=5", "--batch_size=4", "--log_freq=5",
+        "--num_workers=0", f"--output_dir={home / 'trained'}", "--wandb.enable=false", *small,
+    )  # fmt: skip
+    assert "loss:" in trained
+    assert list((home / "trained/checkpoints").rglob("model.safetensors"))

@@ -107,6 +107,17 @@ def test_a_run_goes_on_without_what_ends_again_and_again_and_says_so_once(
     assert ("It is started again every minute. Actors whose source is full wait for it" in caplog.text) == archives
 
 
+def test_a_run_that_is_stopped_says_how_its_last_episodes_come_into_datasets(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(supervisor, "STOPS", ())
+    made = supervisor.Supervisor(tmp_path, f"ipc://{tmp_path}/server", ["export"])
+    child = SimpleNamespace(kill=lambda: None, wait=lambda: None)
+    monkeypatch.setattr(made, "_start", lambda name: made._children.update({name: child}))
+    monkeypatch.setattr(made, "_look", lambda: 1)
+    assert made.run() == 1
+    assert f"`tools/data.py export {tmp_path}`" in caplog.text
+
+
 def test_an_importer_that_refuses_to_run_ends_the_run(family):
     assert family("importer", supervisor.REFUSED) == ([], 1)
 

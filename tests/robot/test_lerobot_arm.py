@@ -1,6 +1,9 @@
 """Devices of lerobot as a driver behind the guard: what it makes of them, and what it refuses."""
 
+import importlib
 import json
+import pkgutil
+import re
 import time
 from contextlib import contextmanager, suppress
 
@@ -14,7 +17,7 @@ from robot_infra.guard.robot import GuardedRobot
 from robot_infra.sim.feetech import ENDS, FeetechBus
 from serl_launcher.config import composed
 from tests.shared.arms import say_ready
-from tests.shared.common import until
+from tests.shared.common import ROOT, until
 from tests.shared.plugins import publish
 from tests.shared.tools import called
 from tools.checks.common import CONFIG
@@ -323,6 +326,13 @@ def test_what_cannot_be_is_one_sentence(make, said):
     assert "\n" not in str(error.value)
 
 
+def test_a_cameras_size_and_rate_may_be_its_own():
+    words = [f"task.env.cameras.front.{word}=null" for word in ("width", "height", "fps")]
+    options = composed(CONFIG, ["actor=true", "task=so101", *words]).task.env.cameras.front
+    config = cameras.camera_config("front", {name: options[name] for name in options if name not in cameras.OURS})
+    assert (config.width, config.height, config.fps) == (None, None, None)
+
+
 @pytest.mark.usefixtures("plugins")
 def test_a_camera_of_a_plugin_gives_images_with_their_times():
     camera = cameras.open_camera("top", {"type": "x_camera", "width": 32, "height": 24, "size": [12, 16]})
@@ -332,3 +342,16 @@ def test_a_camera_of_a_plugin_gives_images_with_their_times():
     assert camera.feature.shape == (12, 16, 3)
     assert later.time <= time.monotonic()
     assert later.changed == later.time
+
+
+def test_the_page_on_lerobot_says_of_every_device_how_far_it_was_tried():
+    packages = {"robots": "RobotConfig", "teleoperators": "TeleoperatorConfig", "cameras": "CameraConfig"}
+    page, known = (ROOT / "docs/lerobot.md").read_text().partition("### Every device")[2], set()
+    for package, registry in packages.items():
+        module = importlib.import_module(f"lerobot.{package}")
+        for place in pkgutil.iter_modules(module.__path__, f"{module.__name__}."):
+            with suppress(ImportError):  # one that needs a package which is not here
+                importlib.import_module(place.name)
+        known |= {kind for kind in getattr(module, registry).get_known_choices() if not kind.startswith("x_")}
+    assert len(known) > 30
+    assert known - set(re.findall(r"`(\w+)`", page)) == set()

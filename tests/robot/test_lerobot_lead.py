@@ -186,3 +186,16 @@ def test_unless_it_is_told_to_follow_its_torque_never_comes_on(buses, tmp_path):
             toggles.hands.append(TOGGLE)
     assert [len(servo.goals) for servo in leader.servos.values()] == [0] * 6
     assert [(servo.has_torque, servo.releases) for servo in leader.servos.values()] == [(False, 0)] * 6
+
+
+def test_a_wrist_with_another_zero_on_the_leader_comes_no_faster_and_no_farther_than_its_limits(buses, tmp_path, clock):
+    """Calibrations assume that it turns freely, each from a zero of its own; a part stops it (lerobot's issue 3193)."""
+    follower, leader = buses
+    leader.place({5: 2047 + 1900})  # 167 degrees
+    measured = "+task.env.limits={wrist_roll.pos:{range:[-150,150]}}"  # by tools/check_robot.py --limits
+    with practice(buses, tmp_path, measured) as (robot, hands, toggles):
+        toggles.hands.append(TOGGLE)
+        go(robot, hands, 0, lambda _: follower.positions[5] > 2047 + 1690)
+        goals = np.array([goal for _, goal in follower.servos[5].goals])
+    assert goals.max() == pytest.approx(2047 + 150 * 4095 / 360, abs=2)
+    assert np.abs(np.diff(goals)).max() <= 150 / HZ * 4095 / 360 + 1

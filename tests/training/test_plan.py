@@ -261,8 +261,24 @@ def test_the_unit_of_a_dataset_is_a_word_of_its_source():
             assert load_plan(plan, methods=None, has_operator=True).sources["online"].units == word
     with pytest.raises(ConfigError, match=r"plan\.sources\.online\.units.*degrees"):
         load_plan(plan, methods=None, has_operator=True)
-    plan["sources"]["online"] = {"capacity": 500, "calibration": 7}
-    with pytest.raises(ConfigError, match=r"online\.calibration.* should be lerobot's calibration file, not 7"):
+
+
+@pytest.mark.parametrize(
+    ("word", "value", "said"),
+    [
+        ("calibration", 7, "should be lerobot's calibration file, not 7"),
+        ("rename", {"a": 7}, r"\.a: should be the name in the run, not 7"),
+        ("rename", 7, "should be a mapping, not 7"),
+        ("crop", {"front": [1, 2]}, r"\.front should be 4 whole numbers"),
+        ("size", [128.0, 128], "should be 2 whole numbers"),
+        ("fps", "fast", "should be a positive number"),
+        ("convert", 1, "should be true or false"),
+    ],
+)
+def test_what_a_source_says_of_its_dataset_is_checked(word, value, said):
+    practise = {"actors": COLLECT, "until": "operator"}
+    plan = {"sources": {"online": {"capacity": 500, word: value}}, "phases": {"practise": practise}}
+    with pytest.raises(ConfigError, match=rf"plan\.sources\.online\.{word}.*{said}"):
         load_plan(plan, methods=None, has_operator=True)
 
 
