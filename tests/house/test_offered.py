@@ -84,7 +84,7 @@ def chosen(path: Path) -> dict[str, str]:
     return {**(before[0] if before else {}), **dict(own)}
 
 
-NO_RUN = ("sharding", "head", "network")  # tried without a run of their own, in test_algorithms and test_sharding
+NO_RUN = ("sharding", "head", "network", "source")  # test_algorithms, test_sharding, and the plans that hold sources
 HANDS = [("task", name) for name in ("lerobot", "so101", "pick_cube", "dobot")]  # tests/programs; dobot: test_docs.py
 CHOICES = [
     (group, name) for group, names in sorted(OFFERED.items()) for name in names
