@@ -229,10 +229,11 @@ class Connections:
 
     def _ask(self, descriptor: int) -> _Held:
         """Ask the kernel what has come and gone. What goes over the wire is a little more than its frames."""
-        held, held.came, held.got = self._held[descriptor], 0, 0
+        held, got, came = self._held[descriptor], 0, 0
         with suppress(OSError), _borrowed(descriptor) as accepted:
             info = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, RECEIVED.stop)
-            held.got, held.came = (int.from_bytes(info[part], sys.byteorder) for part in (ACKED, RECEIVED))
+            got, came = (int.from_bytes(info[part], sys.byteorder) for part in (ACKED, RECEIVED))
+        held.got, held.came = got, came
         held.taken, held.sent = min(held.came, held.taken), max(held.got, held.sent)
         return held
 
