@@ -82,7 +82,8 @@ def test_of_answers_that_nobody_reads_so_many_bytes_wait_and_no_more_are_made_un
         assert peer.send(60 * request)
         until(lambda: served.refusals().get("too much unread"))
         held = served.server.access.connections._held.values()
-        assert max(each.sent - each.got for each in held) <= connections.UNHEARD_BYTES
+        refusals = 60 * 1000  # bytes at most: what is small is sent in any case
+        assert max(each.sent - each.got for each in held) <= connections.UNHEARD_BYTES + refusals
         assert peer.is_open()  # and it has read all
         assert peer.send(request)
         assert len(peer.read(len(weights))) >= len(weights)
