@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from serl_client.env import Observation
-from serl_client.errors import RetakeError
+from serl_client.errors import RetakeError, RobotFault
 from serl_client.spec import Array
 
 from robot_infra.guard.robot import STATE
@@ -60,8 +60,13 @@ def tried(env: Any, *, move: bool, seconds: float, most: Array | None = None) ->
 
 
 def _found(check: Check, env: Any) -> Finding:
+    """Return what this check found. A fault does not fail the next checks, too: the robot recovers from it."""
     try:
         return check(env)
+    except RobotFault as error:
+        with suppress(Exception):  # else the next check says so
+            env.recover()
+        return Finding("FAIL", str(error))
     except RetakeError as error:
         return Finding("FAIL", str(error))
     except Exception as error:  # a robot may raise anything
