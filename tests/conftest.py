@@ -33,7 +33,8 @@ WATCH = str(Path(__file__).parent / "watch")
 if WATCH not in sys.path:  # the processes of a parallel run have it from the one that started them
     os.environ["RETAKE_FOLDERS"] = os.path.realpath(tempfile.gettempdir())
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (WATCH, os.environ.get("PYTHONPATH"))))
-    sys.path.append(WATCH)
+    sys.path.insert(0, WATCH)
+    sys.modules.pop("sitecustomize", None)  # this machine's own
 import sitecustomize  # noqa: E402
 
 from tests.shared import data  # noqa: E402

@@ -1,7 +1,7 @@
 """Runs policies on their device: CUDA streams, recorded kernels, copies of new weights; on a CPU all at once.
 
 Streams and graphs belong to the thread's current device, whatever their tensors' device. So each is made and used
-inside `here`. Never run on a GPU.
+inside `here`.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -59,7 +59,7 @@ class PolicyHost:
     keep theirs. On a GPU the method that the policy names as its `graph` becomes one CUDA graph per power of two, and
     batches are padded to that size. `warm_up` records one size. A batch whose size is not recorded is cut into smaller
     ones. `most`: requests in one batch; it falls when memory is lacking. Chunks that the one under way guides are
-    computed apart, without a graph. This was never run on a GPU.
+    computed apart, without a graph.
     """
 
     def __init__(self, algorithm: Algorithm, spec: Spec, device: str) -> None:

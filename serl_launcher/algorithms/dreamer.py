@@ -345,9 +345,8 @@ class Dreamer(Algorithm):
     @torch.no_grad()
     def range_of(self, returns: Tensor) -> Tensor:
         """Return max(1, S) of (3), after these returns have moved it."""
-        bounds = torch.quantile(returns.flatten(), returns.new_tensor([0.05, 0.95]))
-        self.low.lerp_(bounds[0], self.range_share)
-        self.high.lerp_(bounds[1], self.range_share)
+        self.low.lerp_(returns.quantile(0.05), self.range_share)
+        self.high.lerp_(returns.quantile(0.95), self.range_share)
         return (self.high - self.low).clamp(min=1)
 
     @torch.no_grad()

@@ -132,8 +132,8 @@ class RECAP(Algorithm):
         ends = batch.extras[REMAINING][:, 0] < self.steps
         ahead = torch.where(ends, self.returns(batch), batch.length / self.lowest + following)
         advantage = ahead - value
-        seen = int(self.seen)
-        self.threshold.lerp_(advantage.quantile(1 - self.share), max(MOVES, 9 / (10 + seen)) if seen else 1.0)
+        moves = torch.where(self.seen > 0, (9 / (10 + self.seen)).clamp(min=MOVES), 1.0)
+        self.threshold.lerp_(advantage.quantile(1 - self.share), moves)
         self.seen += 1
         metrics = {"advantage": advantage.mean(), "threshold": self.threshold.clone(), "value": value.mean()}
         return metrics, {ADVANTAGE: advantage}

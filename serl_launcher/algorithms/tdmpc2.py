@@ -182,9 +182,10 @@ class TDMPC2(Algorithm):
 
     def _two(self) -> Tensor:
         """Draw the places of two critics."""
-        return torch.randperm(self.planner.model.critics.members, generator=self.generator)[:2]
+        two = torch.randperm(self.planner.model.critics.members, generator=self.generator)[:2]
+        return two.to(self.value_scale.device, non_blocking=True)
 
     def _rescale(self, values: Tensor) -> None:
         """Move the scale towards the values' [B] range."""
-        low, high = torch.quantile(values, values.new_tensor([0.05, 0.95])).unbind()
+        low, high = (values.quantile(share) for share in (0.05, 0.95))
         self.value_scale.lerp_((high - low).clamp(min=1.0), self.tau)

@@ -305,7 +305,8 @@ class Critic(nn.Module):
         """
         prediction = self(observation, action)
         if self.num_drawn < self.num_critics:
-            prediction = prediction[torch.randperm(self.num_critics, generator=generator)[: self.num_drawn]]
+            drawn = torch.randperm(self.num_critics, generator=generator)[: self.num_drawn]
+            prediction = prediction[drawn.to(prediction.device, non_blocking=True)]
         values = self.values.mean(prediction)  # [m, B]
         if self.num_lowest == 1:
             lowest, order = values.min(0, keepdim=True)

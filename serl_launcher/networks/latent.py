@@ -63,7 +63,8 @@ class LatentCritics(nn.Module):
         for place, (layer, norm) in enumerate(zip(self.layers, self.norms, strict=True)):
             features = layer(features)
             if place == 0 and generator is not None and self.dropout:
-                kept = torch.rand(features.shape, generator=generator).to(features.device) >= self.dropout
+                chance = torch.rand(features.shape, generator=generator).to(features.device, non_blocking=True)
+                kept = chance >= self.dropout
                 features = features * kept / (1 - self.dropout)
             features = nn.functional.mish(norm(features))
         return self.last(features)

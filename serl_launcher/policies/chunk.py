@@ -288,7 +288,7 @@ class ChunkPolicy(HeadPolicy):
             log.warning("rows of the task %r train without a task: policy.tasks lacks it", min(strangers))
         task = task or [NO_TASK] * len(next(iter(observation.values())))
         one_hot = torch.tensor([[float(word == each) for each in self.tasks] for word in task])  # [B, tasks]
-        return {**observation, KNOWN: one_hot.to(self.scale.center.device)}
+        return {**observation, KNOWN: one_hot.to(self.scale.center.device, non_blocking=True)}
 
     def condition(self, prepared: Observation) -> Tensor:
         each = prepared if self.history == 1 else {name: prepared[name].flatten(0, 1) for name in self.inputs}

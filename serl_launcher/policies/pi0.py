@@ -171,7 +171,7 @@ class PI0(HeadPolicy):
 
     def condition(self, prepared: Observation) -> Memory:
         with self._autocast():
-            tokens = [self._run(self._seen, prepared[name]) for name in self._images]
+            tokens = self._camera_tokens(prepared)
             tokens.append(self.language.embed_tokens(prepared[TOKENS]) * math.sqrt(self.sizes.width))
             hidden = torch.cat([part.to(self.precision) for part in tokens], 1)  # [B, P, width]
             words = prepared[WORDS]
@@ -189,16 +189,24 @@ class PI0(HeadPolicy):
         layers = [(keys.repeat(n, 1, 1, 1), values.repeat(n, 1, 1, 1)) for keys, values in condition.layers]
         return Memory(layers, condition.there.repeat(n, 1), condition.state.repeat(n, 1, 1))
 
-    def _seen(self, image: Tensor) -> Tensor:
-        """Encode the images of one camera: uint8 [B, h, w, 3] -> tokens [B, patches, width]."""
-        pixels = fitted(image.flatten(0, image.ndim - 4).permute(0, 3, 1, 2).float() / 127.5 - 1, self.image)
+    def _camera_tokens(self, observation: Observation) -> list[Tensor]:
+        """Encode each camera's images -> [B, patches, width]; each camera apart where a gradient needs memory."""
+        images = [observation[name] for name in self._images]
+        if torch.is_grad_enabled() or not images:
+            return [self._run(self._seen, image) for image in images]
+        return list(self._seen(*images).chunk(len(images)))
+
+    def _seen(self, *images: Tensor) -> Tensor:
+        """Encode the images of n cameras, uint8 [B, h, w, 3] each -> tokens [n B, patches, width]."""
+        rows = [image.flatten(0, image.ndim - 4).permute(0, 3, 1, 2) for image in images]
+        pixels = torch.cat([fitted(row.float() / 127.5 - 1, self.image) for row in rows])
         features = self.vision(pixel_values=pixels.to(self.precision)).last_hidden_state
         return _linear(self.image_projection, features)
 
     def features(self, observation: Observation) -> Tensor:
         """Concatenate the state and the mean token of each camera -> [B, feature_size]."""
         with self._autocast():
-            means = [self._seen(observation[name]).mean(1).float() for name in self._images]
+            means = [tokens.mean(1).float() for tokens in self._camera_tokens(observation)]
         return torch.cat([self.state(observation), *means], -1)
 
     # -- the suffix
@@ -265,7 +273,9 @@ class PI0(HeadPolicy):
         return stack.rotary_emb(hidden, positions)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.frequencies.device.type, self.precision, enabled=self.precision != torch.float32)
+        """Compute in `precision`; weights that are in it already need no casts around each layer norm."""
+        is_cast = self.action_in.weight.dtype != self.precision
+        return torch.autocast(self.frequencies.device.type, self.precision, enabled=is_cast)
 
     # -- the weights that actors receive
     def published(self) -> dict[str, Tensor]:

@@ -79,7 +79,7 @@ class ReplayBuffer:
         final = records["final_row"]
         self._row[slots] = records["row"] % self.layout.rows
         self._final[slots] = np.where(final == NONE, NONE, final % self.layout.rows)
-        self._first[slots] = np.where(whole, records["first"], NONE)
+        self._first[slots] = np.where(whole, records["first"].astype(np.int64), NONE)
         self._episode[slots] = records["episode"]
         self._action[slots], self._reward[slots], flags = records["action"], records["reward"], records["flags"]
         self._chunk_start[slots], self._intervened[slots] = flags & CHUNK_START > 0, flags & INTERVENED > 0

@@ -1,6 +1,6 @@
 """Estimates the GPU memory of inference, and whether trainer and inference fit on one GPU together.
 
-The constants are believed, not measured: nothing of this was ever run on a GPU.
+CONTEXT and GRAPHS were measured on an H200 (docs/gpu.md); NCCL is believed: two GPUs were never at hand.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.optim.averaging import BUCKET
 from serl_launcher.training.memory import SHARE, Need, hollow, parts, said
 
-CONTEXT = 600 << 20  # bytes of a process before its first tensor: CUDA's context, kernels, cuBLAS' workspaces
+CONTEXT = 700 << 20  # bytes of a process before its first tensor: CUDA's context, kernels, cuBLAS' workspaces
 NCCL = 1 << 30  # bytes of a rank where there are several: NCCL's channels and buffers
 NUMBER = 4  # bytes of a weight or a gradient that is trained: float32
 GRAPHS = 0.5  # of the acting weights: the graphs' pools, for batches of about 20 of PI0; memory may limit them to less

@@ -45,6 +45,17 @@ def test_a_batch_mixes_questions_with_and_without_an_old_chunk(spec, words):
         np.testing.assert_allclose(action, host.answer([asked])[0].arrays["action"], rtol=0, atol=2e-5)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", [TRAINED, GUIDED], ids=["trained", "guided"])
+def test_a_gpu_goes_on_from_an_old_chunk_as_a_cpu_does(spec, words):
+    host, plain = (PolicyHost(algorithm_of(spec, *words, seed=1), spec, device) for device in ("cuda", "cpu"))
+    while sizes := host.unrecorded:
+        host.warm_up(sizes[0])
+    questions = [question(*each, seed=number) for number, each in enumerate(MIXED)]
+    for _ in range(2):
+        np.testing.assert_allclose(actions(host, questions), actions(plain, questions), atol=1e-3)
+
+
 def test_guided_chunks_for_which_memory_is_lacking_cost_the_others_nothing(spec, monkeypatch, caplog):
     """First two at once are too many, then one is: from then on chunks begin anew."""
     host, plain = (PolicyHost(algorithm_of(spec, *GUIDED, seed=1), spec, "cpu") for _ in range(2))

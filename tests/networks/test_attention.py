@@ -60,6 +60,8 @@ def test_it_is_plain_attention_and_so_is_its_gradient(key_heads, prefix, mask):
     expected = plain(query, *(torch.cat(pair, 2) for pair in zip(past, new, strict=True)), sees)
     found = attention(query, *seen, added)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    with torch.no_grad():  # few tokens that look at many keys take another way
+        torch.testing.assert_close(attention(query, *seen, added), expected, atol=1e-6, rtol=1e-5)
     direction, inputs = torch.randn_like(found), [query, *past, *new]
     gradients, others = (torch.autograd.grad((each * direction).sum(), inputs) for each in (found, expected))
     torch.testing.assert_close(gradients, others, atol=1e-5, rtol=1e-5)
@@ -71,4 +73,4 @@ def test_keys_and_values_are_there_once_for_all_heads():
     added = bias(torch.ones(1, 1, 800, dtype=torch.bool), HEADS, query.dtype)
     with torch.no_grad(), Largest() as largest:
         attention(query, keys, values, added)
-    assert largest.numbers < keys.numel()
+    assert largest.numbers <= keys.numel()
