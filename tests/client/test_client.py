@@ -14,6 +14,7 @@ from serl_client import messages as m
 from serl_client.controller import RemotePolicy
 from serl_client.episode import LostRecord, Outcome, Segment
 from serl_client.errors import Refused, Replaced, TrainerError
+from serl_client.outbox import Outbox
 from serl_client.runner import run_actor
 from serl_client.send_queue import STALL
 
@@ -51,6 +52,17 @@ def test_what_the_learner_lost_is_sent_again(clock, learner, client, segments, s
     clock.advance(stalls * 2 * STALL)
     until(lambda: client.pending == (0, 0))
     assert [seq for _, seq, _ in learner.records] == list(range(count))
+
+
+def test_it_is_connected_only_when_all_that_the_welcome_says_is_in_place(learner, connect, monkeypatch):
+    bound, goes_on, bind = threading.Event(), threading.Event(), Outbox.bind
+    monkeypatch.setattr(Outbox, "bind", lambda *how: (bound.set(), goes_on.wait(PATIENCE), bind(*how)))  # a slow disk
+    client = connect()
+    assert bound.wait(PATIENCE)
+    assert not client.connected
+    goes_on.set()
+    until(lambda: client.connected)
+    assert (client.state.directive["number"], client.inference) == (1, learner.address)
 
 
 @pytest.mark.parametrize(("least", "damaged"), [(1 << 20, 0), (0, 1)], ids=["sent from its file", "sent from memory"])

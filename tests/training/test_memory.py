@@ -298,7 +298,7 @@ def test_trainer_and_inference_are_refused_together_where_each_alone_would_fit(o
 def test_inference_is_refused_where_not_even_one_answer_has_room():
     acting = budget.Acting(weights=6_000_000_000, swapped=6_000_000_000, graphs=3_000_000_000)
     budget.check_acting(acting, int(14 * GB), "cuda:0")
-    said = r"inference takes 15.6 GB \(weights 6.0 GB, .*, and 12.0 GB are free on cuda:0"
+    said = r"inference takes 15.7 GB \(weights 6.0 GB, .*, and 12.0 GB are free on cuda:0"
     with pytest.raises(ConfigError, match=said):
         budget.check_acting(acting, int(12 * GB), "cuda:0")
 

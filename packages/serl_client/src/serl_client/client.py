@@ -201,7 +201,7 @@ class TrainerClient(Closing):
     @property
     def connected(self) -> bool:
         """Return whether the learner has welcomed this session."""
-        return self._network.server.connected
+        return self._network.connected
 
     @property
     def silence(self) -> float:

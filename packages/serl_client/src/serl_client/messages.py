@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
-
 import serl_client.wire as wire
 from serl_client.driving import Drive, DriverUpdate
 from serl_client.episode import COLUMNS, LostRecord, Outcome, QueuedRecord, Segment, Stamp
@@ -295,11 +293,10 @@ def _plain(annotation: Any) -> tuple[type, ...]:
     """Return the types of a field's values, as msgpack gives them."""
     parts = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     origins = [typing.get_origin(part) or part for part in parts]
-    given = {Mapping: dict, Sequence: list, typing.get_origin(Array): np.ndarray}  # NDArray is no type since numpy 2.5
-    return tuple(given.get(origin, origin) for origin in origins)
+    return tuple({Mapping: dict, Sequence: list}.get(origin, origin) for origin in origins)
 
 
-_PLAIN = {kind: {name: _plain(annotation) for name, annotation in FIELDS[kind].items()} for kind in FIELDS}
+_PLAIN = {kind: {n: _plain(of) for n, of in FIELDS[kind].items() if of is not Array} for kind in FIELDS}
 
 
 def encode(message: Message) -> list[wire.Buffer]:

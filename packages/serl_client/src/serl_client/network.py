@@ -146,6 +146,11 @@ class Network(threading.Thread):
                 self.weights.close()
 
     @property
+    def connected(self) -> bool:
+        """Return whether the learner's Welcome has come, and all that it says is in place here."""
+        return self._is_in and self.server.connected
+
+    @property
     def inference(self) -> str:
         """Return the address that is asked for actions; empty while the learner has named none."""
         return self._inference.address if self._inference else ""
@@ -317,9 +322,10 @@ class Network(threading.Thread):
             if self._inference:
                 self._inference.close()
             self._inference = Connection(address, self._greeting(), self._key) if address else None
-        self._is_in, self.refusal = True, ""
         self._change(ordinal=welcome.ordinal)
         self._noticed(self.server.notice)
+        self._is_in, self.refusal = True, ""
+        self._tell()
 
     def _noticed(self, notice: m.StateUpdate) -> None:
         before = self.state
