@@ -95,9 +95,9 @@ def opened(path: Path) -> Any:
         container = av.open(str(path))
     except (FFmpegError, OSError) as error:
         raise ConfigError(f"{path} is not a video that can be read: {error}") from None
-    if not container.streams.video:
+    if not container.streams.video or container.streams.video[0].codec_context is None:  # to decode it is a crash
         container.close()
-        raise ConfigError(f"{path} has no pictures")
+        raise ConfigError(f"{path} has no pictures that FFmpeg can decode here")
     container.streams.video[0].thread_count = 1  # beside a trainer, and one buffered frame instead of many
     return container
 

@@ -16,7 +16,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Array
 
 from serl_launcher.datasets.reader import Dataset, Episode
-from serl_launcher.datasets.tables import reading
+from serl_launcher.datasets.tables import reading, video_of
 from serl_launcher.replay.views import EpisodeInfo
 
 ENCODERS = {"av1": "libsvtav1", "h264": "h264"}  # codec of a video: LeRobot's name of its encoder. Not hevc: LeRobot
@@ -89,7 +89,7 @@ def kinds(episode: Episode) -> dict[str, Any]:
     for name in _videos(episode.dataset):
         path, _ = episode.video(name)
         with reading(path), av.open(str(path)) as container:
-            stream = container.streams.video[0]
+            stream = video_of(container)
             context = stream.codec_context
             size = stream.width, stream.height, stream.pix_fmt, stream.time_base
             found[name] = context.codec.canonical_name, *size, context.extradata
@@ -131,7 +131,7 @@ def copy(episode: Episode, name: str, target: Path) -> None:
 
     (path, begin), fps = episode.video(name), episode.dataset.recorded_fps
     with reading(path), av.open(str(path)) as source, av.open(str(target), "w") as made:
-        stream = source.streams.video[0]
+        stream = video_of(source)
         assert stream.time_base is not None
         copied = made.add_stream_from_template(stream, opaque=True)
         copied.time_base = stream.time_base
@@ -153,7 +153,7 @@ def _shows(video: Path, images: Path) -> bool:
 
     def frames() -> Iterator[Array]:
         with reading(video), av.open(str(video)) as container:
-            for frame in container.decode(container.streams.video[0]):
+            for frame in container.decode(video_of(container)):
                 yield frame.to_ndarray(format="rgb24")
 
     def stills() -> Iterator[Array]:

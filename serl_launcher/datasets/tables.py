@@ -114,6 +114,14 @@ def still_images(cells: Iterable[Any], path: Callable[[str], Path], shape: tuple
             yield np.asarray(image.convert("RGB"))
 
 
+def video_of(container: Any) -> Any:
+    """Return the video stream of an open file. Raises ValueError without its decoder: PyAV would crash then."""
+    stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise ValueError("FFmpeg knows no decoder of its codec here: encode it anew, as h264 for instance")
+    return stream
+
+
 def video_images(path: Path, begin: float, fps: float, wanted: Array) -> Iterator[Array]:
     """Yield frames of a video, uint8 [H, W, 3]. Raises ConfigError if one is missing.
 
@@ -125,7 +133,7 @@ def video_images(path: Path, begin: float, fps: float, wanted: Array) -> Iterato
     found = 0
     try:
         with av.open(str(path)) as container:
-            stream = container.streams.video[0]
+            stream = video_of(container)
             assert stream.time_base is not None
             container.seek(int((begin + wanted[0] / fps) / stream.time_base), stream=stream)
             for frame in container.decode(stream):
@@ -137,6 +145,6 @@ def video_images(path: Path, begin: float, fps: float, wanted: Array) -> Iterato
                     yield image
                     if (found := found + 1) == len(wanted):
                         return
-    except (FFmpegError, OSError) as error:
+    except (FFmpegError, OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     raise ConfigError(f"{path} has no frame {wanted[found]} of this episode: the dataset is not whole")

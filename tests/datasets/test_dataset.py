@@ -8,6 +8,7 @@ from serl_client.episode import Stamp, join
 from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
 
+from serl_launcher.datasets import footage
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.store.directives import DATASET
 from tests.shared.common import STATE
@@ -53,6 +54,16 @@ def test_what_a_dataset_does_not_say_is_not_made_up(low):
         assert not episode.intervened.any()
     assert [episode.success for episode in low] == [None] * 4
     assert [episode.task for episode in low] == ["task 0", "task 1", "task 0", "task 1"]
+
+
+def test_a_video_that_ffmpeg_cannot_decode_is_refused_in_one_sentence(made, tmp_path):
+    folder = shutil.copytree(made["video"].folder, tmp_path / "strange")
+    for path in folder.rglob("*.mp4"):
+        path.write_bytes(path.read_bytes().replace(b"av01", b"zz99"))
+    episode = Dataset(folder).episode(0)
+    for read in (lambda: list(episode.images(CAMERA)), lambda: footage.kinds(episode)):
+        with pytest.raises(ConfigError, match=r"cannot be read.*no decoder of its codec"):
+            read()
 
 
 def test_an_end_that_a_dataset_names_is_kept(flagged):
