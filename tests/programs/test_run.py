@@ -183,8 +183,9 @@ def test_killed_in_an_evaluation_within_practice_and_in_its_second_round_the_run
 
 @pytest.mark.slow
 def test_an_actor_that_does_nothing_else_evaluates_alone_also_after_a_stop_and_the_report_names_it(programs):
-    within = "+plan.phases.practise.evaluate={every_env_steps: 100, until: ['episodes >= 3'], by: judge}"
-    words = [*WORDS, within, "+plan.phases.evaluate.actors.by=judge"]
+    within = "+plan.phases.practise.evaluate={every_env_steps: 700, until: ['episodes >= 3'], by: judge}"
+    ends = 'plan.phases.practise.until=["env_steps >= 2000", operator]'  # fewer may all come between two looks
+    words = [*WORDS, within, ends, "+plan.phases.evaluate.actors.by=judge"]
     learner = programs.start("learner", *words)
     actors = [programs.start("actor", *words, f"name={name}") for name in ("arm", "judge")]
     programs.until(lambda: programs.facts().practised >= 100)
