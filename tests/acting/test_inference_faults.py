@@ -161,7 +161,7 @@ def test_who_would_get_a_number_that_is_not_finite_is_told_so_and_begins_anew_an
         else:
             answer = receive(bad)
             assert (answer.arrays["action"].tolist(), answer.reset) == ([[1, 1]], True)
-    assert over_there.server.report()["refusals"] == {"not finite": 1}
+    until(lambda: over_there.server.report()["refusals"] == {"not finite": 1})
 
 
 def test_of_connections_that_come_and_go_the_last_ones_are_remembered(spec, monkeypatch):

@@ -340,7 +340,7 @@ def test_a_hello_of_another_version_is_told_so_whatever_else_it_holds(server):
         pytest.raises(VersionMismatch, match=said),
     ):
         link.call(m.Status(), 5.0)
-    assert server.refusals() == {"other version": 4}
+    until(lambda: server.refusals() == {"other version": 4})
 
 
 def test_the_learners_messages_are_refused_from_the_actors_address(server, act):
