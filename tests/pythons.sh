@@ -8,10 +8,10 @@ export UV_PROJECT_ENVIRONMENT=.venv-$1
 trap 'rm -rf "$UV_PROJECT_ENVIRONMENT"' EXIT
 found=$(ls -d "$HOME/.pyenv/versions/$1".*/bin/python 2>/dev/null | tail -1 || :)
 . ./examples/install.sh --python "${found:-$1}" --extra learner --extra data --extra robots --group dev
-"$UV_PROJECT_ENVIRONMENT/bin/python" -m pytest -q -n 2 --dist worksteal -m "not nightly and not manual" \
+python=$PWD/$UV_PROJECT_ENVIRONMENT/bin/python
+"$python" -m pytest -q -n 2 --dist worksteal -m "not nightly and not manual" \
     -W ignore::pytest.PytestUnraisableExceptionWarning `# 3.13 tells of SQLite connections that a test leaves behind` \
     tests/datasets tests/robot/test_feetech.py tests/robot/test_lerobot_*.py tests/programs/test_lerobot.py
-python=$PWD/$UV_PROJECT_ENVIRONMENT/bin/python
 (cd / && uv pip install --quiet --no-config --upgrade --python "$python" numpy) # this project's list would refuse it
 "$python" -m pytest -q -n 2 --dist worksteal -m "not slow and not nightly and not manual and not program" \
     -W ignore::pytest.PytestUnraisableExceptionWarning tests/client tests/store tests/replay tests/service

@@ -11,6 +11,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import Array
 
 from serl_launcher.datasets.recording import write_mp4
+from serl_launcher.datasets.tables import video_of
 from serl_launcher.error_log import in_one_sentence
 
 
@@ -93,12 +94,9 @@ def opened(path: Path) -> Any:
         raise ConfigError("av is not installed: install it with `. examples/install.sh --extra data`") from None
     try:
         container = av.open(str(path))
-    except (FFmpegError, OSError) as error:
+        video_of(container).thread_count = 1  # beside a trainer, and one buffered frame instead of many
+    except (FFmpegError, OSError, ValueError) as error:
         raise ConfigError(f"{path} is not a video that can be read: {error}") from None
-    if not container.streams.video or container.streams.video[0].codec_context is None:  # to decode it is a crash
-        container.close()
-        raise ConfigError(f"{path} has no pictures that FFmpeg can decode here")
-    container.streams.video[0].thread_count = 1  # beside a trainer, and one buffered frame instead of many
     return container
 
 

@@ -115,7 +115,9 @@ def still_images(cells: Iterable[Any], path: Callable[[str], Path], shape: tuple
 
 
 def video_of(container: Any) -> Any:
-    """Return the video stream of an open file. Raises ValueError without its decoder: PyAV would crash then."""
+    """Return the video stream of an open file. Raises ValueError for none, or without a decoder: PyAV crashes then."""
+    if not container.streams.video:
+        raise ValueError("it has no pictures")
     stream = container.streams.video[0]
     if stream.codec_context is None:
         raise ValueError("FFmpeg knows no decoder of its codec here: encode it anew, as h264 for instance")

@@ -76,6 +76,9 @@ def test_what_cannot_be_merged_is_said_in_one_sentence(tmp_path, monkeypatch):
     status, said = typed(*words)
     assert (status, said.count("\n")) == (1, 1)
     assert "torn.mp4 is not a video that can be read" in said
+    video(tmp_path / "torn.mp4", 3)
+    (tmp_path / "torn.mp4").write_bytes((tmp_path / "torn.mp4").read_bytes().replace(b"avc1", b"zz99"))
+    assert "no decoder of its codec" in called(*words)[1]
     assert [path.name for path in tmp_path.iterdir()] == ["torn.mp4"]
     monkeypatch.setitem(sys.modules, "av", None)
     assert "av is not installed" in called(*words)[1]

@@ -296,7 +296,8 @@ def _plain(annotation: Any) -> tuple[type, ...]:
     return tuple({Mapping: dict, Sequence: list}.get(origin, origin) for origin in origins)
 
 
-_PLAIN = {kind: {n: _plain(of) for n, of in FIELDS[kind].items() if of is not Array} for kind in FIELDS}
+# Not of an Array: `wire` makes nothing else of one, and numpy's alias for it is no type since 2.5.
+_PLAIN = {kind: {name: _plain(of) for name, of in FIELDS[kind].items() if of is not Array} for kind in FIELDS}
 
 
 def encode(message: Message) -> list[wire.Buffer]:
