@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "runs/nightly.jsonl"
 PATIENCE = 6  # times the minutes of a part: what takes longer hangs
 NO_ANSWER = "error sending request"  # of uv audit: no database could be asked
+LONG = {"tests/robot/test_rude_sensors.py": 10}  # minutes of a file of tests, where they are not 3
 CHANGED = "+"  # ends the name of a commit from which files differ
 
 
@@ -57,7 +58,8 @@ def parts(seed: int) -> list[Part]:
     tests = [str(file.relative_to(ROOT)) for file in marked]
     chaos = [(one, first) for one in range(3) for first in range(0, 200, 20)]
     return [
-        *(Part(f"tests {file}", f"{python} -m pytest -n 2 --dist worksteal -m nightly {file}", 3) for file in tests),
+        *(Part(f"tests {file}", f"{python} -m pytest -n 2 --dist worksteal -m nightly {file}", LONG.get(file, 3))
+          for file in tests),
         *(Part(f"chaos {one + 1}: rounds from {first}",
                f"{python} tools/chaos.py --seed {seed + one} --first {first} --rounds 20", 3) for one, first in chaos),
         *(Part(f"fuzz {n + 1}", f"{python} tools/fuzz.py --seed {seed + n} --cases 50000", 1) for n in range(4)),

@@ -89,9 +89,11 @@ class SO101(LerobotArm):
         self.bus = bus
         low, high = np.array(ENDS, float).T
         self._low, self._share = low, np.where(np.array(MOTORS) == "gripper", 100, 200) / (high - low)
-        super().__init__(
-            "a port", robot={"type": "so101_follower", "id": "me", "calibration_dir": folder, "use_degrees": False}
-        )
+        self._words = {"type": "so101_follower", "id": "me", "calibration_dir": folder, "use_degrees": False}
+        self.begin_anew()
+
+    def begin_anew(self):
+        super().__init__("a port", robot=self._words)
 
     @property
     def got(self):
@@ -189,8 +191,11 @@ class Dobot(DobotArm):
     """A Dobot arm on a MemoryController, whose ports the driver must have been given."""
 
     def __init__(self, served, version):
-        self.served = served
-        super().__init__("a host", version=version)
+        self.served, self._named = served, version
+        self.begin_anew()
+
+    def begin_anew(self):
+        super().__init__("a host", version=self._named)
 
     @property
     def got(self):

@@ -157,6 +157,9 @@ class Point(FakeArm):
         self.got, self._led = self.got + 1, positions
         return super().write(positions)
 
+    def begin_anew(self):
+        pass
+
     def upset(self, random, *, mends=False):
         pass
 
@@ -197,6 +200,9 @@ class SixJoints(Arm):
         off = self._is_on == 0
         self._goals[off], self._is_on[off] = self._at[off], 1
         return self._goals.copy() if self._tells else None
+
+    def begin_anew(self):
+        pass
 
     def upset(self, random, *, mends=False):
         some = random.random(6) < 0.5
