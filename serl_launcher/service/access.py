@@ -39,6 +39,7 @@ LIMITS: dict[type, int] = {  # of one key (or connection) within a second
     m.Hello: 128, m.Command: 50, m.Status: 100, m.Drive: 200, m.DriverUpdate: 200,
 }  # fmt: skip
 TURN_S = 0.002  # for newcomers, before what others have said is heard
+LONGEST_S = 0.02  # that this takes: if more has passed, the process was stopped, or the machine slept
 BAD_MESSAGES = 16  # after these a connection is ignored
 CAUSES = 5  # after bad messages of so many kinds within a minute, from one address, a key is banned
 BAN_S = 600.0
@@ -239,7 +240,7 @@ class AccessControl:
         while has_come(self._zap) and clock.monotonic() <= begin + TURN_S:
             self._zap.send_multipart(self._asked(*self._zap.recv_multipart()))
         end = clock.monotonic()
-        self._due = end + 3 * (end - begin)
+        self._due = end + 3 * min(end - begin, LONGEST_S)
 
     def admit(self, identity: zmq.Frame, frames: Sequence[wire.Buffer]) -> KeyOwner | None:
         """Whose message it is that began with the frame `identity`; None: it is not looked at.

@@ -14,6 +14,7 @@ import math
 import socket
 import struct
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -101,10 +102,10 @@ class Connections:
         while self._failed:
             (broken, client), times = self._failed.popitem()
             self._judge(broken, client, times)
-        if (begin := clock.monotonic()) > self._look_due:
+        if clock.monotonic() > self._look_due:
+            begin = time.thread_time()  # which passes in no process that is stopped
             self._look()
-            end = clock.monotonic()
-            self._look_due = end + max(LOOK_S, LOOKS * (end - begin))
+            self._look_due = clock.monotonic() + max(LOOK_S, LOOKS * (time.thread_time() - begin))
             if self._passed > TRIM_BYTES and MAY_TRIM:
                 self._passed = 0
                 LIBC.malloc_trim(0)

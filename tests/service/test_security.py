@@ -356,10 +356,28 @@ def test_of_a_key_that_sends_more_than_it_may_within_a_second_who_sends_most_is_
             fast.send(m.Heartbeat({"number": number}))
         until(lambda: (fast.receive(), not fast.connected)[1])
         assert slow.call(m.Status(), PATIENCE).report["refusals"] == {"too fast": 1}
-        clock.advance(1.1)
-        assert "more than 200 frames" in until(lambda: fast.receive() and fast.welcome).state["degraded"]
+        told = until(lambda: (clock.advance(0.6), fast.receive() and fast.welcome)[1])
+        assert "more than 200 frames" in told.state["degraded"]
         fast.call(m.Status(), PATIENCE)
         assert slow.connected
+
+
+def test_a_learner_that_was_stopped_while_it_let_somebody_in_lets_the_next_one_in_at_once(serve, clock, monkeypatch):
+    """Or that slept with its machine: what newcomers cost is not what passed meanwhile."""
+    served = serve()
+    with served.link("viewer", "eye/1") as first:
+        first.hello(PATIENCE)
+        doors = served.server.access.connections
+        turn, asked = doors.turn, []
+
+        def stopped(*end):
+            asked or clock.advance(3600.0)
+            asked.append(turn(*end))
+
+        monkeypatch.setattr(doors, "turn", stopped)
+        until(lambda: asked)
+        with served.link("viewer", "eye/2") as second:
+            until(lambda: (clock.advance(0.1), second.receive() and second.welcome)[1], 20)
 
 
 def test_clients_that_come_and_go_leave_nothing_that_grows(serve, spec):
