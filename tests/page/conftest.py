@@ -4,6 +4,7 @@ import asyncio
 import base64
 import http.client
 import json
+import select
 import socket
 import ssl
 import threading
@@ -58,8 +59,39 @@ def knocking(served, *, host="", origin=""):
 def trusting(keys):
     """What a browser has that was told to trust the certificate of this folder of keys, whatever it calls the host."""
     made = ssl.create_default_context(cafile=keys / "page.pem")
-    made.check_hostname = False
+    made.check_hostname, made.sslsocket_class = False, InTurn
     return made
+
+
+class InTurn(ssl.SSLSocket):
+    """A TLS connection for two threads, one at a time.
+
+    The client of websockets reads in one and writes in another, and Python before 3.14 lets both into OpenSSL, which
+    takes one: of 2,400 requests one was never sent, as the server's session tickets came meanwhile.
+    """
+
+    def __new__(cls, **words):
+        made = super().__new__(cls, **words)
+        made.turn = threading.Lock()
+        return made
+
+    def recv(self, *words):
+        while True:
+            with self.turn:
+                patience = self.gettimeout()
+                self.settimeout(0)
+                try:
+                    return super().recv(*words)
+                except ssl.SSLWantReadError:
+                    pass
+                finally:
+                    self.settimeout(patience)
+            if not select.select([self], [], [], patience)[0]:
+                raise TimeoutError
+
+    def sendall(self, *words):
+        with self.turn:
+            super().sendall(*words)
 
 
 class Browser:

@@ -5,7 +5,7 @@ import json
 import re
 import socket
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -168,22 +168,25 @@ def test_a_token_is_never_kept_nor_shown_again_but_outlives_its_process(served, 
 
 
 # -- more than one browser wants
-def crowd(served, count):
-    return [socket.create_connection(("127.0.0.1", served.port)) for _ in range(count)]
+@contextmanager
+def crowd(served):
+    """More connections than there are places, which say nothing; all were accepted, and the oldest of them cut."""
+    with ExitStack() as stack:
+        reach = ("127.0.0.1", served.port)
+        silent = [stack.enter_context(socket.create_connection(reach)) for _ in range(3 * doorstep.CONNECTIONS)]
+        until(lambda: counted(served, "too many connections") == 2 * doorstep.CONNECTIONS)
+        assert silent[0].recv(1) == b"", "the oldest one was cut"
+        yield
 
 
 def test_who_says_nothing_takes_the_place_of_nobody(served, browse):
     guest, threads = browse(), threading.active_count()
     assert guest.welcome()
-    silent = crowd(served, 3 * doorstep.CONNECTIONS)
-    assert until(lambda: counted(served, "too many connections")) > 0
-    assert silent[0].recv(1) == b"", "the oldest one was cut"
-    assert browse().welcome()
-    assert guest.ask("state")
-    assert len(served.page._doorstep._sockets) <= 2 * doorstep.CONNECTIONS
-    assert threading.active_count() <= threads + 3, "two of the page, one of the other browser"
-    for each in silent:
-        each.close()
+    with crowd(served):
+        assert browse().welcome()
+        assert guest.ask("state")
+        assert len(served.page._doorstep._sockets) <= 2 * doorstep.CONNECTIONS
+        assert threading.active_count() <= threads + 3, "two of the page, one of the other browser"
 
 
 def test_a_viewer_who_opens_many_pages_keeps_no_operator_out(served, browse, monkeypatch):
@@ -304,7 +307,7 @@ def test_the_page_ends_though_its_browsers_stay(served):
         left = Streaming(page)
         assert left.send(json.dumps({"token": page.page.tokens.make("viewer")})) == 200
         assert "viewer" in left.recv()
-        others = [unread(page, "state"), *crowd(page, 1)]
+        others = [unread(page, "state"), socket.create_connection(("127.0.0.1", page.port))]
     assert left.events.readline() == b""
     for each in (left.events, *others):
         each.close()
