@@ -1,5 +1,6 @@
 """Keys as files: who is let in, as what, and for how long; and the tool that makes, revokes and unbans them."""
 
+import json
 import os
 import re
 
@@ -56,6 +57,17 @@ def test_the_tool_as_it_is_typed(tmp_path):
     assert (code, said.split()[:2], secret in said) == (0, ["left", "actor"], False)
     code, said = typed("keys", "revoke", "right", *folder)
     assert (code, said.count("\n"), said[:7]) == (1, 1, "error: ")
+
+
+@pytest.mark.parametrize("text", ["~" * 40, "#" * 40, "0" * 39, "\ud800" * 40, 7])
+def test_what_is_no_key_is_told_in_one_sentence(keys, text):
+    for file in ("server.key", "left.key"):
+        written = json.loads((keys / file).read_text())
+        (keys / file).write_text(json.dumps(written | {"public": text}))
+    with pytest.raises(ConfigError, match=r"server\.key is no key: take another folder"):
+        AllowList(keys)
+    with pytest.raises(ConfigError, match=r"left\.key is no key: make one"):
+        Key.read(keys / "left.key")
 
 
 def test_a_damaged_key_is_told_in_one_sentence(keys):

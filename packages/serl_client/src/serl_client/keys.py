@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import struct
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,11 @@ def known_as(key: Key | None, name: str) -> str:
 
 def check_curve(text: Any) -> None:
     """Raise ValueError unless `text` is a CURVE key in Z85."""
-    if not isinstance(text, str) or len(text) != 40 or len(z85.decode(text.encode())) != 32:
+    try:
+        is_key = isinstance(text, str) and len(text) == 40 and len(z85.decode(text.encode())) == 32
+    except (KeyError, struct.error):  # what is no letter of Z85, and five letters that are more than 32 bits
+        is_key = False
+    if not is_key:
         raise ValueError("no CURVE key")
 
 
