@@ -138,8 +138,8 @@ class Actor:
         if before.fault and after.fault and not (request and request[0].kind == "recover"):
             assert after.target == before.target, f"after {before.fault} its target has moved"
             far, farther = np.abs(led - target), np.abs(self.arm.led() - target)
-            stopped = np.abs(self.arm.at - target)  # an arm that its own controller stops is led where it stands
-            assert not (farther > np.maximum(far, stopped) + self.lives.slack).any(), f"after {before.fault} it moves"
+            stands = np.abs(self.arm.led() - self.arm.at) <= self.lives.slack  # as its own controller has stopped it
+            assert not (~stands & (farther > far + self.lives.slack)).any(), f"after {before.fault} it moves"
 
     def _reply(self):
         return self.guard.reply(Request("state", 0, 0.0, [], 0))
