@@ -40,7 +40,7 @@ class Kinematics:
 
     def __init__(self, words: Mapping[str, Any], units: Mapping[str, str]) -> None:
         if unknown := [name for name in words if name not in ("urdf", "frame", "joints")]:
-            raise ConfigError(f"{PLACE}: it has urdf, frame and joints, not {', '.join(map(str, unknown))}")
+            raise ConfigError(f"{PLACE}: say urdf, frame and joints, not {', '.join(map(str, unknown))}")
         if missing := [name for name in ("urdf", "frame") if not words.get(name)]:
             raise ConfigError(f"{PLACE}.{missing[0]}: say it, as in {EXAMPLE}")
         joints = {str(joint): str(entry) for entry, joint in (words.get("joints") or {}).items()}
@@ -83,8 +83,8 @@ def read_chain(urdf: str, frame: str) -> tuple[list[str], Chain]:
         kind = joint.get("type")
         if kind not in (*TURNING, "fixed") or joint.find("mimic") is not None:
             raise ConfigError(
-                f"{PLACE}.urdf={urdf}: the joint {joint.get('name')} is {kind}; only joints that turn, each on its own, "
-                "may move the tool"
+                f"{PLACE}.urdf={urdf}: the joint {joint.get('name')} is {kind}; only joints that turn, each on its "
+                "own, may move the tool"
             )
         origin, axis = joint.find("origin"), joint.find("axis")
         turns = kind in TURNING
@@ -92,7 +92,7 @@ def read_chain(urdf: str, frame: str) -> tuple[list[str], Chain]:
         path.append((_placed(urdf, origin), _numbers(urdf, axis, "xyz", "1 0 0") if turns else None))
         frame = _named(urdf, joint, "parent")
     if not names:
-        raise ConfigError(f"{PLACE}.frame: no joint of {urdf} moves it")
+        raise ConfigError(f"{PLACE}.frame: no joint of {urdf} moves it: say a link behind one")
     frames, pose = [], np.eye(4)  # of each turning joint in the one before, with its axis as z
     for origin, axis in reversed(path):
         pose = pose @ origin

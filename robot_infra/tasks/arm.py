@@ -89,7 +89,7 @@ def _gripper(said: Mapping[str, Any], units: Mapping[str, str]) -> tuple[str, Gr
     if set(said) != {"entry", "open", "closed"} or said["entry"] not in units:
         entry = [*units][-1]
         raise ConfigError(
-            f"task.env.gripper={dict(said)}: say entry, open and closed, as in `{{entry: {entry}, open: 100, closed: 0}}`; "
-            f"the entries are {', '.join(units)}"
+            f"task.env.gripper={dict(said)}: say entry, open and closed, as in "
+            f"`{{entry: {entry}, open: 100, closed: 0}}`; the entries are {', '.join(units)}"
         )
     return str(said["entry"]), Gripper(float(said["open"]), float(said["closed"]))

@@ -36,7 +36,7 @@ CROOKED = """<robot name="crooked"><link name="a"/><link name="b"/><link name="c
 
 def of_mujoco(text, frame):
     """Another reader of URDF: joints [J] -> the pose of a link."""
-    mujoco = pytest.importorskip("mujoco", reason="the extra `sim` is not installed: . examples/install.sh --extra sim")
+    mujoco = pytest.importorskip("mujoco", reason="the extra `sim` is not installed")
     mass = '<inertial><mass value="1"/><inertia ixx="1" iyy="1" izz="1" ixy="0" ixz="0" iyz="0"/></inertial>'
     kept = '<mujoco><compiler fusestatic="false"/></mujoco>'
     text = re.sub(r'<link name="(\w+)"/>', rf'<link name="\1">{mass}</link>', text).replace(
@@ -75,12 +75,12 @@ def test_positions_are_in_degrees_and_those_of_no_joint_do_not_count():
     np.testing.assert_allclose(left, [0.0388, 0.3526, 0.2265], atol=1e-3)
 
 
-@pytest.mark.parametrize("changes, units, said", [
+@pytest.mark.parametrize(("changes", "units", "said"), [
     ({"frame": None}, UNITS, r"kinematics.frame: say it, as in `kinematics: {urdf: so101"),
-    ({"base": "world"}, UNITS, "it has urdf, frame and joints, not base"),
+    ({"base": "world"}, UNITS, "say urdf, frame and joints, not base"),
     ({"urdf": "so100"}, UNITS, "urdf=so100: .*give a URDF's path, or one of so101"),
     ({"frame": "gripper"}, UNITS, "frame=gripper: so101 has shoulder_link, .*gripper_frame_link"),
-    ({"joints": {"gripper.pos": "wrist"}}, {"gripper.pos": "deg"}, "say which is which, as in `joints: {gripper.pos: sho"),
+    ({"joints": {"gripper.pos": "wrist"}}, {"gripper.pos": "deg"}, "as in `joints: {gripper.pos: shoulder_pan"),
     ({}, dict.fromkeys(UNITS, "percent"), "shoulder_pan.pos is in percent.*use_degrees=true"),
 ])  # fmt: skip
 def test_what_is_missing_or_does_not_fit_is_named_with_its_cure(changes, units, said):
@@ -88,7 +88,7 @@ def test_what_is_missing_or_does_not_fit_is_named_with_its_cure(changes, units, 
         Kinematics({**SO101, **changes}, units)
 
 
-@pytest.mark.parametrize("change, said", [
+@pytest.mark.parametrize(("change", "said"), [
     (("", ""), "the joint jaw is prismatic; only joints that turn"),
     (('<parent link="c"/><child link="e"/>', '<parent link="e"/><child link="e"/>'), "jaw is prismatic|own parent"),
     (('type="prismatic"><parent link="c"/>', 'type="fixed">'), "the joint jaw has no parent"),
@@ -157,14 +157,15 @@ def test_an_so101_draws_a_square_by_its_tool_through_the_guard(tmp_path):
             robot.home(0)
             until(lambda: robot.is_home, 60)
             assert env.spec.action.names == ("x", "y", "z", "gripper")
-            wanted, drawn = known.tool(robot.positions), []
+            off, start = 0.0, None
             for corner in corners("yz"):
-                while np.abs(way := corner - wanted).max() > 1e-9:
-                    step = np.clip(way, -0.005, 0.005)
-                    wanted = wanted + step
-                    robot.command(np.array([*step / 0.01, -1], np.float32))
+                while np.abs(way := corner - known.tool(robot.positions)).max() > 1e-3:
+                    robot.command(np.array([*np.clip(way / 0.01, -0.5, 0.5), -1], np.float32))
                     time.sleep(1 / env.spec.fps)
-                    drawn.append((known.tool(robot.robot.observe() and robot.robot.seen["observation.state"]), wanted))
-            at, goals = np.array(drawn).swapaxes(0, 1)
-            off = np.linalg.norm(at[:, None] - goals[None], axis=-1).min(1)
-            assert off.max() < 0.005
+                    robot.observe()
+                    at = known.tool(robot.robot.seen["observation.state"])
+                    assert (at > BOX[0]).all()
+                    assert (at < BOX[1]).all()
+                    off = max(off, 0.0 if start is None else beside(at, start, corner))
+                start = corner
+            assert off < 0.005
