@@ -118,14 +118,20 @@ class JointDelta:
 class Limb:
     """Describes one arm of a robot, for EeDelta.
 
-    entries: the names of its joints among the robot's positions. chain: its kinematics.
-    box: [2, 3] metres, low and high of the tool. gripper: the name of its entry, and the Gripper; None: there is none.
+    entries: the names of its joints among the robot's positions. chain: its kinematics. scale: [J] or of all, radians
+    of a joint in the unit of its entry. box: [2, 3] metres, low and high of the tool. gripper: the name of its entry,
+    and the Gripper; None: there is none.
     """
 
     entries: tuple[str, ...]
     chain: Chain
     box: Array
     gripper: tuple[str, Gripper] | None = None
+    scale: Array | float = 1.0
+
+    def pose(self, positions: Array) -> Array:
+        """Return the tool's pose [..., 4, 4] at these positions [..., J] of its entries."""
+        return self.chain.pose(positions * self.scale)
 
 
 class EeDelta:
@@ -154,7 +160,7 @@ class EeDelta:
         self._starts: dict[str, Array] = {}
 
     def begin(self, positions: Array) -> None:
-        self._starts = {p: limb.chain.pose(positions[self._at[p]]) for p, limb in self._limbs.items()}
+        self._starts = {p: limb.pose(positions[self._at[p]]) for p, limb in self._limbs.items()}
 
     def target(self, action: Array, before: Array) -> Array:
         target, left = before.copy(), action
@@ -169,7 +175,7 @@ class EeDelta:
     def actual(self, target: Array, before: Array) -> Array:
         parts: list[Array] = []
         for prefix, limb in self._limbs.items():
-            here, there = limb.chain.pose(np.stack([before, target])[:, self._at[prefix]])
+            here, there = limb.pose(np.stack([before, target])[:, self._at[prefix]])
             axes = self._axes(prefix)
             step = (twist(here, there).reshape(2, 3) @ axes).ravel()  # the inverse of a rotation is its transpose
             parts.append(step[: len(self._scale)] / self._scale)
@@ -183,7 +189,7 @@ class EeDelta:
         joints = before[self._at[prefix]]
         if not step.any():
             return joints
-        here = limb.chain.pose(joints)
+        here = limb.pose(joints)
         step = np.resize(np.append(step, np.zeros(6 - len(step))), (2, 3)) @ self._axes(prefix).T
         goal = moved(here, step.ravel())
         if not self.is_whole and prefix in self._starts:
@@ -191,9 +197,10 @@ class EeDelta:
         low, high = limb.box
         goal[:3, 3] = np.clip(goal[:3, 3], np.minimum(low, here[:3, 3]), np.maximum(high, here[:3, 3]))
         at = self._at[prefix]
-        end = np.clip(limb.chain.toward(joints, goal, self._most), self._low[at], self._high[at])
+        ends = self._low[at] * limb.scale, self._high[at] * limb.scale
+        end = limb.chain.toward(joints * limb.scale, goal, self._most, ends) / limb.scale
         most = (np.sqrt(squares_outside(here[:3, 3], limb.box)) + CLOSE) ** 2
-        return largest_part(joints, end, lambda j: bool(squares_outside(limb.chain.pose(j)[:3, 3], limb.box) <= most))
+        return largest_part(joints, end, lambda j: bool(squares_outside(limb.pose(j)[:3, 3], limb.box) <= most))
 
     def _axes(self, prefix: str) -> Array:
         """Return the axes [3, 3] of a limb's actions, as columns."""

@@ -18,6 +18,7 @@ from serl_client import clock
 from serl_client.errors import ConfigError
 
 from robot_infra.drivers.arm import Arm
+from robot_infra.drivers.urdf import Kinematics
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ PATIENCE = 2.0  # seconds: a guard whose actor has gone holds for one more secon
 def open_arm(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[Arm]:
     """Own the arm at this address and each `port` of its options, make its driver, and close it at the end.
 
-    driver: the full name of a class, package.module.Class. Raises ConfigError if there is no such class, if it takes
+    driver: the full name of a class, package.module.Class. options: its own, and `kinematics` (urdf.py), by which an
+    arm of joints knows where its tool is. Raises ConfigError if there is no such class, if it takes
     other options, or if the arm has an owner; RobotFault if the arm does not answer.
     """
     try:
@@ -40,18 +42,19 @@ def open_arm(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[
     if not (isinstance(kind, type) and issubclass(kind, Arm)):
         raise ConfigError(f"the driver {driver} is no class derived from robot_infra.drivers.arm.Arm (docs/robots.md)")
     make = cast(Callable[..., Arm], kind)
+    own = {name: value for name, value in options.items() if name != "kinematics"}
     ports = {os.path.realpath(port) for port in _ports(options)} - _ours  # two grippers may be on one bus
     with owned(address, *ports), ExitStack() as stack:
         _ours.update(ports)
         stack.callback(_ours.difference_update, ports)
         try:
-            arm = make(address=address, **options)
+            arm = make(address=address, **own)
         except TypeError as error:
             raise ConfigError(f"task.env.options: give the driver {driver} what it takes: {error}") from error
-        try:
-            yield arm
-        finally:
-            arm.close()
+        stack.callback(arm.close)
+        if kinematics := options.get("kinematics"):
+            arm.tool = Kinematics(kinematics, arm.entries).tool
+        yield arm
 
 
 def _ports(options: Mapping[str, Any]) -> Iterator[str]:

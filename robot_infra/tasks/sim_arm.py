@@ -22,7 +22,7 @@ from robot_infra.env import RobotEnv
 from robot_infra.guard.robot import IMAGES, STATE, GuardedRobot
 from robot_infra.interfaces import Robot
 from robot_infra.judges import DistanceCost, lifted, near
-from robot_infra.kinematics import Chain
+from robot_infra.kinematics import Chain, links_of
 from robot_infra.safety import check_clock
 from robot_infra.spaces import EE_DELTA, JOINT, JOINT_DELTA, EeDelta, Gripper, JointDelta, Limb, SpacedRobot
 from robot_infra.teleop.hands import make_devices
@@ -42,7 +42,7 @@ OPEN = 0.045  # metres between a finger and the middle
 
 JOINTS = ("yaw", "shoulder", "elbow", "wrist", "roll")
 TURN, TURNING = 3.1, 1.5  # the ends of a joint, radians, and its speed, radians per second, in the spaces of joints
-CHAIN = Chain(np.array([  # of arm.xml
+CHAIN = Chain(links_of([  # of arm.xml
     [SHOULDER, 0, -math.pi / 2, 0], [0, UPPER_ARM, 0, -math.pi / 2], [0, FOREARM, 0, 0],
     [0, 0, math.pi / 2, math.pi / 2], [HAND, 0, 0, 0],
 ]))  # fmt: skip

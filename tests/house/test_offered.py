@@ -85,7 +85,7 @@ def chosen(path: Path) -> dict[str, str]:
 
 
 NO_RUN = ("sharding", "head", "network", "source")  # test_algorithms, test_sharding, and the plans that hold sources
-HANDS = [("task", name) for name in ("lerobot", "so101", "pick_cube", "dobot")]  # tests/programs; dobot: test_docs.py
+HANDS = [("task", name) for name in ("lerobot", "so101", "so101_tool", "pick_cube", "dobot")]  # their own tests
 CHOICES = [
     (group, name) for group, names in sorted(OFFERED.items()) for name in names
     if group not in NO_RUN and (group, name) not in HANDS and name not in ("dobot_xtrainer", "reward_classifier")
