@@ -251,6 +251,15 @@ def test_neither_the_check_nor_an_actors_start_nor_a_fault_moves_an_arm_before_r
         robot.close()
 
 
+@pytest.mark.slow
+def test_the_check_of_an_arm_with_a_tool_says_where_its_probe_may_begin(bus, tmp_path):
+    (tmp_path / "me.json").write_text(json.dumps(bus.calibration()))
+    alone = [word for word in WORDS if "leader" not in word]
+    words = [*alone, "task=so101_tool", f"task.port={bus.path}", f"task.calibration_dir={tmp_path}"]
+    said = called("check_robot", *words, "--move")[1]
+    assert "the limits allow no step here: move the arm by hand, away from its ends, and its tool into" in said
+
+
 def test_arm_and_leader_whose_ports_vanished_come_back_with_them(so101, bus, tmp_path):
     ports = {side: tmp_path / side for side in ("follower", "leader")}
     with FeetechBus(speed=30_000) as one, FeetechBus(speed=30_000) as other:

@@ -190,7 +190,8 @@ class Probe:
             lag = self._lead(base + self._told * (np.arange(len(base)) == i), before, i)
             told = float(self._robot.guard.latest.target[i] - base[i])
             if not told:
-                raise RobotFault("the limits allow no step here: move the arm by hand, away from their ends", "limit")
+                advice = "move the arm by hand, away from its ends, and its tool into its box, if it has one"
+                raise RobotFault(f"the limits allow no step here: {advice}", "limit")
             is_stuck = bool(self._never[i] and self._has_noise)
             answer = Answer(i, told, self._stands - start, self._sizes, self._noise, lag, is_stuck)
             if part == PARTS[-1] or answer.is_enough(self._limits):
