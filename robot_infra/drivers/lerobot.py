@@ -1,4 +1,4 @@
-"""Drives any robot of lerobot 0.4 or its plugins (SO-101, ...), with a leader arm, behind our guard.
+"""Drives any robot of lerobot or its plugins (SO-101, ...), with a leader arm, behind our guard.
 
 Source: lerobot.robots and lerobot.teleoperators, whose configurations name the options of each type. They import torch:
 only the guard's process imports this driver's devices.
@@ -72,10 +72,12 @@ class LerobotArm(Arm):
             _connect("robot", self._robot, robot, address)
             if leader is not None:
                 self._leader = _made("teleop", leader, "")
-                if set(self._leader.action_features) != set(self._names):
+                if (given := _joints(self._leader)) != set(self._names):
                     raise ConfigError(
-                        f"task.env.options.leader: {leader['type']} gives {', '.join(self._leader.action_features)}, "
-                        f"and {robot['type']} takes {', '.join(self._names)}: take a leader of the same joints"
+                        f"task.env.options.leader: {leader['type']} gives "
+                        f"{', '.join(sorted(given)) or 'no positions of joints'}, and {robot['type']} takes "
+                        f"{', '.join(self._names)}: take a leader of the same joints, or drive the tool "
+                        "by keys, as task=so101_tool does"
                     )
                 _connect("teleop", self._leader, leader, "")
             self.leads = leader_follows
@@ -200,6 +202,14 @@ def _made(kind: str, options: Mapping[str, Any], address: str) -> Any:
     for part in _parts(device):
         tame(part.bus)
     return device
+
+
+def _joints(teleop: Any) -> set[str]:
+    """Return the names of the numbers that it gives; none, if it gives something else, as a keyboard does."""
+    try:
+        return {name for name, kind in teleop.action_features.items() if kind in (float, int)}
+    except AttributeError:  # lerobot's keyboard asks for an arm that it has not
+        return set()
 
 
 def _connect(kind: str, device: Any, options: Mapping[str, Any], address: str) -> None:
