@@ -11,6 +11,8 @@ robomimic ignores. Without `next_obs` there is no observation after the last act
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -34,6 +36,23 @@ DEMO = re.compile(r"demo_(\d+)")
 OBSERVATION, IMAGES, IMAGE = "observation.", "observation.images.", "_image"
 RATIO = 2000  # bytes that one byte of a file unpacks to, at most (gzip: 1032)
 GYM = 2  # robomimic's number of an environment that is not robosuite's
+LOOK_S = 30  # of computing: reading what a file says of its arrays takes far less (2,000 demonstrations: 3 s)
+LOOK = """
+import resource, signal, sys
+import h5py
+
+resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), resource.RLIM_INFINITY))
+
+
+def look(name, node):
+    dict(node.attrs)
+    if isinstance(node, h5py.Dataset) and node.chunks:
+        node.id.get_num_chunks()
+
+
+with h5py.File(sys.argv[1], "r") as file:
+    file.visititems(look)
+"""
 
 
 def is_file(name: str) -> bool:
@@ -52,6 +71,7 @@ class RobomimicFile:
     def __init__(self, name: str) -> None:
         path, _, mask = name.partition(":")
         self.folder, self.name = Path(path), Path(path).stem + f"-{mask}" * bool(mask)
+        _check_ends(self.folder)
         with _reading(self.folder) as file:
             _check_own(file, self.folder)
             data = _group(file, "data", self.folder)
@@ -239,6 +259,17 @@ def _reading(path: Path) -> Iterator[Any]:
     h5py = _h5py()
     with reading(path, f"the robomimic file {path}"), h5py.File(path, "r") as file:
         yield file
+
+
+def _check_ends(path: Path) -> None:
+    """Raise ConfigError if libhdf5 crashes, or never returns, on a damaged file: a process of its own looks first.
+
+    Where Python's error is what such a file sets off, the process that reads it says so.
+    """
+    _h5py()
+    ended = subprocess.run([sys.executable, "-Ic", LOOK, path, str(LOOK_S)], capture_output=True, check=False)
+    if ended.returncode < 0:
+        raise ConfigError(f"the robomimic file {path} is damaged: its reader ended with signal {-ended.returncode}")
 
 
 def _check_own(file: Any, path: Path) -> None:

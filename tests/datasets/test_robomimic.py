@@ -198,3 +198,12 @@ def test_a_file_that_was_cut_or_is_none_is_one_sentence(lift, tmp_path):
     for path in (lift, tmp_path / "nowhere.hdf5"):
         with pytest.raises(ConfigError, match="cannot be read"):
             RobomimicFile(str(path))
+
+
+def test_a_file_from_which_no_reader_returns_is_one_sentence(lift, monkeypatch):
+    monkeypatch.setattr("serl_launcher.datasets.robomimic.LOOK_S", 1)
+    data = bytearray(lift.read_bytes())
+    data[data.index(b"GCOL") + 24] = 255  # libhdf5 1.14 goes round in a circle there
+    lift.write_bytes(data)
+    with pytest.raises(ConfigError, match="is damaged: its reader ended with signal 24"):
+        RobomimicFile(str(lift))

@@ -261,12 +261,11 @@ def _write_robomimic(folder: Path) -> None:
                 demo.create_dataset(f"{group}/eye_image", data=np.zeros((STEPS, 4, 4, 3), "u1"), compression="gzip")
             demo.attrs["num_samples"] = STEPS
         file["data"].attrs["env_args"] = json.dumps({"env_kwargs": {"control_freq": 20}})
-        file["mask/train"] = np.array([b"demo_0", b"demo_1"])
+        file["mask/all"] = np.array([b"demo_%d" % i for i in range(EPISODES)])
 
 
 def _read_robomimic(folder: Path) -> str:
-    _take(RobomimicFile(f"{folder / 'low_dim.hdf5'}:train"))
-    return _take(RobomimicFile(str(folder / "low_dim.hdf5")))
+    return _take(RobomimicFile(f"{folder / 'low_dim.hdf5'}:all"))
 
 
 # -- an actor's
@@ -385,7 +384,7 @@ class _Here:
 
 FILES = {
     "lerobot": target(0.002, write_lerobot, lambda folder: _take(Dataset(folder))),
-    "robomimic": target(0.002, _write_robomimic, _read_robomimic),
+    "robomimic": target(0.0004, _write_robomimic, _read_robomimic),
     "outbox": target(0.01, _write_outbox, _read_outbox),
     "checkpoints": target(0.002, _write_checkpoints, _read_checkpoints),
     "config": target(0.002, _write_config, _read_config),
