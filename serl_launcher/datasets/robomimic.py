@@ -36,7 +36,7 @@ DEMO = re.compile(r"demo_(\d+)")
 OBSERVATION, IMAGES, IMAGE = "observation.", "observation.images.", "_image"
 RATIO = 2000  # bytes that one byte of a file unpacks to, at most (gzip: 1032)
 GYM = 2  # robomimic's number of an environment that is not robosuite's
-LOOK_S = 30  # of computing: reading what a file says of its arrays takes far less (2,000 demonstrations: 3 s)
+LOOK_S = 30  # of computing, and one more for each 4 MB; 42,000 arrays in 235 MB take 5 s
 LOOK = """
 import resource, signal, sys
 import h5py
@@ -267,7 +267,9 @@ def _check_ends(path: Path) -> None:
     Where Python's error is what such a file sets off, the process that reads it says so.
     """
     _h5py()
-    ended = subprocess.run([sys.executable, "-Ic", LOOK, path, str(LOOK_S)], capture_output=True, check=False)
+    with reading(path, f"the robomimic file {path}"):
+        seconds = LOOK_S + (path.stat().st_size >> 22)
+    ended = subprocess.run([sys.executable, "-Ic", LOOK, path, str(seconds)], capture_output=True, check=False)
     if ended.returncode < 0:
         raise ConfigError(f"the robomimic file {path} is damaged: its reader ended with signal {-ended.returncode}")
 
