@@ -38,10 +38,13 @@ RATIO = 2000  # bytes that one byte of a file unpacks to, at most (gzip: 1032)
 GYM = 2  # robomimic's number of an environment that is not robosuite's
 LOOK_S = 30  # of computing, and one more for each 4 MB; 42,000 arrays in 235 MB take 5 s
 LOOK = """
-import resource, signal, sys
+import resource
+import sys
+
 import h5py
 
-resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), resource.RLIM_INFINITY))
+seconds, most = int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_CPU)[1]
+resource.setrlimit(resource.RLIMIT_CPU, (seconds if most == resource.RLIM_INFINITY else min(seconds, most), most))
 
 
 def look(name, node):
