@@ -137,6 +137,17 @@ def test_older_versions_halve_the_squared_error_of_what_is_reconstructed_and_row
     assert told["reconstruction"] == 2 * 3 * factor
 
 
+@pytest.mark.parametrize(
+    ("name", "factors"), [("dreamer", (1.0, 0.1)), ("dreamer_v2", (0.8, 0.2)), ("dreamer_v1", (1.0, 1.0))]
+)
+def test_the_models_loss_is_what_is_predicted_and_two_divergences_as_each_paper_weighs_them(name, factors):
+    dreamer = made(name)
+    loss, told, _ = dreamer(sequences(dreamer), True, False)
+    divergences = factors[0] * told.pop("dynamics") + factors[1] * told.pop("representation")
+    torch.testing.assert_close(loss, sum(told.values()) + divergences)
+    assert told.keys() == {"reconstruction", "reward_loss", "continue_loss"}
+
+
 def test_the_slow_value_begins_as_the_value_and_follows_by_its_share():
     dreamer = algorithm_of(SPEC, "algo=dreamer", *SHORT, "algo.slow_share=0.25")
     begun = weights(dreamer.value_head)

@@ -68,7 +68,7 @@ def test_a_real_robot_whose_policy_is_silent_ends_the_episode_and_stays_until_th
     client.script = {1: lambda: setattr(source, "delay", 10**9), returns: answer}
     run(env, client, RemotePolicy(source, deadline=0.0), status=status)
     first, second = client.episodes
-    assert (len(first), first.truncated, len(second), second.terminated) == (5 + SILENCE * spec.fps + 1, True, 60, True)
+    assert (len(first), first.truncated, len(second), second.terminated) == (6 + SILENCE * spec.fps + 1, True, 60, True)
     assert second.observation[STATE][0, 0] == 0
     assert resets == [1], "nothing moves it home before that"
     assert ("no action came" in caplog.text, status.warning) == (True, ""), "it has gone with its cause"

@@ -209,7 +209,10 @@ def test_a_key_between_two_episodes_corrects_the_one_before(env, client, spec, l
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_verdict_that_finds_no_row_to_go_with_is_recorded_all_the_same(spec, client, interrupted):
-    keys = Keys({5: ["pause"], 8: ["failure"]})  # all five rows are pushed by then
+    client.state.step_limit, keys = (
+        5,
+        Keys({8: ["failure"]}),
+    )  # it waits for permission; all its rows are pushed by then
 
     def end():
         if interrupted:
@@ -219,7 +222,7 @@ def test_a_verdict_that_finds_no_row_to_go_with_is_recorded_all_the_same(spec, c
     client.script["wait 8"] = end
     with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext():
         run(CountingEnv(spec, length=100), client, operator=keys)
-    assert [len(segment) for segment in client.segments] == [5]
+    assert [(len(segment), segment.ends) for segment in client.segments] == [(5, False)]
     assert client.outcomes == [Outcome(client.segments[0].episode, False, judged_by="operator")]
 
 
@@ -289,7 +292,7 @@ def test_a_real_clock_is_never_paced(spec, client):
     ("limit", "event", "boundary", "segments"),
     [
         (None, 1, "episode", [(5, False), (5, False), (3, True)]),
-        (None, 2, "now", [(5, False), (5, False)]),
+        (None, 2, "now", [(5, False), (5, False), (1, True)]),
         (7, "wait 3", "episode", [(5, False), (2, False)]),
     ],
     ids=["between two episodes", "now", "while it waits for permission"],
@@ -301,6 +304,25 @@ def test_a_stop_is_obeyed_at_its_boundary_or_where_the_actor_would_wait_for_ever
     client.script = {event: lambda: client.direct("stop", number=2, boundary=boundary)}
     run(env, client)
     assert [(len(segment), segment.ends) for segment in client.segments] == segments
+
+
+@pytest.mark.parametrize("rows", range(4, 8))
+def test_an_episode_that_is_cut_off_says_its_end_and_its_final_observation_after_however_many_rows(env, client, rows):
+    step = env.step
+    env.step = lambda action: (env.row == rows - 1 and client.direct("stop", number=2, boundary="now")) or step(action)
+    run(env, client)
+    (episode,) = client.episodes
+    assert (len(episode), episode.truncated, len(episode.observation[STATE])) == (rows, True, rows + 1)
+
+
+@pytest.mark.parametrize("verdict", ["success", "failure", "discard"])
+@pytest.mark.parametrize("rows", [4, 5])
+def test_a_verdict_in_a_pause_ends_the_episode_after_however_many_rows(spec, client, rows, verdict):
+    keys, ended = Keys({rows: ["pause"], rows + 3: [verdict]}), []
+    client.script["wait 8"] = lambda: ended.extend(segment.ends for segment in client.segments)
+    client.script["wait 9"] = lambda: client.direct("stop", number=99, boundary="now")
+    run(CountingEnv(spec, length=100, clock="real"), client, operator=keys)
+    assert ended[-1:] == [True]
 
 
 def test_idle_stops_the_robot_and_the_stamp_tells_the_directive(env, client):

@@ -19,7 +19,10 @@ SEGMENT_BYTES = 8 << 20  # at most; a larger row makes a segment of its own
 
 
 class Recorder:
-    """Cuts the steps of one episode into segments. The client owns the arrays of a segment that was pushed."""
+    """Cuts the steps of one episode into segments. The client owns the arrays of a segment that was pushed.
+
+    A full segment is pushed with the step after it, not before: so there is a row with which the end can be said.
+    """
 
     def __init__(self, client: TrainerClient, episode: str, task: str) -> None:
         self.episode = episode
@@ -38,10 +41,6 @@ class Recorder:
     @property
     def is_empty(self) -> bool:
         return self._state[0] == 0
-
-    @property
-    def is_full(self) -> bool:
-        return self._state[0] == self._rows
 
     @property
     def steps(self) -> int:
@@ -74,7 +73,7 @@ class Recorder:
         columns = {**step.observation, **extras, "action": step.executed, "reward": step.reward, "time": observed}
         if bad := self.limits.broken(columns):
             return bad
-        if self._state[0] and stamp != self._stamp:
+        if self._state[0] == self._rows or stamp != self._stamp:
             self.flush()
         if not self._state[0]:
             self._stamp = stamp
@@ -95,7 +94,7 @@ class Recorder:
         self._push(terminated=False, truncated=False)
 
     def end(self, *, terminated: bool) -> None:
-        """End the episode and push its last segment. Without an unpushed row nothing is sent: the learner closes it."""
+        """End the episode and push its last segment. Where all was flushed nothing is sent: the learner closes it."""
         self.ended = True
         if self._state[0]:
             self._write(*self._state)

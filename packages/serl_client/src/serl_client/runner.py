@@ -346,8 +346,6 @@ class _Actor:
         elif not self._client.has_room and not self._has_room():
             self._status.warn(f"{self._client.fault or 'the disk is too slow'}; {recorder.episode} is cut off")
             self._end(episode)
-        elif recorder.is_full:
-            recorder.flush()
 
     def _cut_off(self, episode: EpisodeState) -> None:
         """Truncate the episode, if it is not over, and push a verdict that still waits."""
