@@ -76,6 +76,16 @@ def test_a_clock_that_goes_backwards_is_kept_and_marked_as_a_gap(client):
     assert (segment.time.tolist(), segment.gap.tolist(), marks) == (times, [False, False, True, False], marks)
 
 
+@pytest.mark.parametrize("rows", range(4, 8))
+def test_an_episode_that_is_cut_off_says_its_end_and_its_final_observation_after_however_many_rows(spec, client, rows):
+    env = CountingEnv(spec)
+    step = env.step
+    env.step = lambda action: (env.row == rows - 1 and client.direct("stop", number=2, boundary="now")) or step(action)
+    run(env, client)
+    (episode,) = client.episodes
+    assert (len(episode), episode.truncated, len(episode.observation[STATE])) == (rows, True, rows + 1)
+
+
 @pytest.mark.parametrize("shape", [None, 3])
 def test_extras_that_the_spec_lacks_end_the_actor_and_the_rows_before_them_are_kept(client, spec, shape):
     client.spec = dataclasses.replace(spec, extras={"behaviour_mean": Feature((shape,))} if shape else {})

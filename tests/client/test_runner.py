@@ -306,15 +306,6 @@ def test_a_stop_is_obeyed_at_its_boundary_or_where_the_actor_would_wait_for_ever
     assert [(len(segment), segment.ends) for segment in client.segments] == segments
 
 
-@pytest.mark.parametrize("rows", range(4, 8))
-def test_an_episode_that_is_cut_off_says_its_end_and_its_final_observation_after_however_many_rows(env, client, rows):
-    step = env.step
-    env.step = lambda action: (env.row == rows - 1 and client.direct("stop", number=2, boundary="now")) or step(action)
-    run(env, client)
-    (episode,) = client.episodes
-    assert (len(episode), episode.truncated, len(episode.observation[STATE])) == (rows, True, rows + 1)
-
-
 @pytest.mark.parametrize("verdict", ["success", "failure", "discard"])
 @pytest.mark.parametrize("rows", [4, 5])
 def test_a_verdict_in_a_pause_ends_the_episode_after_however_many_rows(spec, client, rows, verdict):

@@ -5,7 +5,9 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from serl_client.names import MAX_NAME
 from serl_client.spec import Feature, Spec
 
 from serl_launcher.datasets.export import export_run
+from serl_launcher.datasets.importer import _Import
 from serl_launcher.datasets.reader import Dataset, Episode
 from serl_launcher.datasets.units import conversions, degrees_per_percent
 from serl_launcher.store.directives import DATASET
@@ -199,6 +202,12 @@ def test_after_kill_9_of_the_importer_nothing_is_doubled(serving, made):
     assert all(e.closed and not e.final for e in there)
     assert subprocess.run(command).returncode == 0
     assert catalog(server.run_dir) == there
+
+
+def test_each_try_at_an_episode_has_a_name_of_its_own():
+    of = SimpleNamespace(_begin="dataset-demo-pick", _conversion=SimpleNamespace(mark=""))
+    found = [*islice(_Import._names(of, 3), 4)]
+    assert found == ["dataset-demo-pick-000003" + mark for mark in ("", "~2", "~3", "~4")]
 
 
 def test_a_killed_importer_is_started_again_and_the_policy_is_trained(tmp_path, made):

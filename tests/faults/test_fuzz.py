@@ -68,14 +68,12 @@ def test_a_header_that_unpacks_large_is_refused_before_it_has(bomb):
     assert campaign._once(target, [bomb], Path(), is_watched=True) == "refused"
 
 
-@pytest.mark.parametrize("count", [wire.MAX_PARTS - 1000, wire.MAX_PARTS + 1])
-def test_a_header_has_at_most_so_many_lists_and_mappings(count):
+def test_a_header_has_at_most_so_many_lists_and_mappings():
+    count = wire.MAX_PARTS - 5  # the message, its fields, the report, its rows, no arrays
     frames = messages.encode(messages.Status({"rows": [[1]] * count}))
-    if count < wire.MAX_PARTS:
-        assert len(messages.decode(frames).report["rows"]) == count
-    else:
-        with pytest.raises(MessageError, match="lists and mappings"):
-            messages.decode(frames)
+    assert len(messages.decode(frames).report["rows"]) == count
+    with pytest.raises(MessageError, match="lists and mappings"):
+        messages.decode(messages.encode(messages.Status({"rows": [[1]] * (count + 1)})))
 
 
 def test_a_report_that_the_server_would_keep_is_short():

@@ -6,12 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from serl_client.errors import ConfigError
 
+from serl_launcher.replay.views import EpisodeInfo
+from serl_launcher.store.store import Store
 from serl_launcher.training import metrics
-from serl_launcher.training.machine import MACHINES, machines_of
+from serl_launcher.training.machine import MACHINES, Control, control_of, machines_of
 from serl_launcher.training.metrics import MetricsLog, mirrored
 from tests.shared.common import until
 
@@ -42,6 +46,17 @@ def test_of_the_machines_it_notes_what_is_told_and_nothing_of_what_is_not(tmp_pa
     assert told["age"] >= 0
     assert told.keys() == MACHINES.keys()
     assert machines_of(tmp_path, [], {}).keys() == {"free"}
+
+
+def test_the_control_rate_is_that_of_the_newest_steps_by_their_own_times(spec, tmp_path, make_segment):
+    store = Store.create(tmp_path, spec, {"online": 100})
+    store.direct({"into": "online", "phase": "practise"})
+    store.lives.hello("arm", "outbox", "A", [])
+    store.stage("A", 0, replace(make_segment("e", steps=5), time=np.array([0, 0.1, 0.2, 0.6, 1.0])))
+    store.commit()
+    (newest,) = (EpisodeInfo(*row) for row in store.index.catalog(0, 10)[1])
+    assert control_of(tmp_path, spec, store.sources, newest) == Control(rate=pytest.approx(4), fps=10, late=0.5)
+    store.close()
 
 
 @pytest.fixture(autouse=True)
