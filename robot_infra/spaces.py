@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from serl_client.errors import ConfigError
+from serl_client.errors import ConfigError, RobotFault
+from serl_client.faults import READY
 from serl_client.spec import Array, Feature
 
 from robot_infra.guard.limits import largest_part, squares_outside
@@ -18,6 +19,8 @@ from robot_infra.kinematics import CLOSE, Chain, moved, twist
 JOINT, JOINT_DELTA, EE_DELTA = "joint_position", "joint_delta", "ee_delta"
 AXES, TURNS = ("x", "y", "z"), ("roll", "pitch", "yaw")
 BAND = 0.5  # an entry of a gripper between -0.5 and 0.5 leaves it as it is, so that noise around 0 toggles nothing
+WITHIN = 1e-3  # metres inside a box's face at which targets end: between two on a face the joints' way bulges out
+AT_END = 0.01  # share of a gripper's way within which it is at its end
 STILL = 1e-6  # metres or radians, below which a gripper's target has not changed
 
 
@@ -56,9 +59,10 @@ class Gripper:
         return abs(position - self.closed) < abs(position - self.open)
 
     def actual(self, target: float, before: float) -> float:
-        """Return 1 if the gripper closes or is closed, else -1."""
+        """Return 1 if the gripper closes or is closed, -1 if it opens or is open, 0 if it rests between its ends."""
         if abs(target - before) < STILL:
-            return 1.0 if self.is_closed(target) else -1.0
+            rests = min(abs(target - self.open), abs(target - self.closed)) > AT_END * abs(self.open - self.closed)
+            return 0.0 if rests else 1.0 if self.is_closed(target) else -1.0
         return 1.0 if (target - before) * (self.closed - self.open) > 0 else -1.0
 
 
@@ -133,6 +137,12 @@ class Limb:
         """Return the tool's pose [..., 4, 4] at these positions [..., J] of its entries."""
         return self.chain.pose(positions * self.scale)
 
+    @property
+    def within(self) -> Array:
+        """The box [2, 3] for the tool's targets."""
+        middle = self.box.mean(0)
+        return np.array([np.minimum(self.box[0] + WITHIN, middle), np.maximum(self.box[1] - WITHIN, middle)])
+
 
 class EeDelta:
     """Moves the tool of each limb along x, y and z, and about them if it turns; grippers go by their state.
@@ -141,7 +151,8 @@ class EeDelta:
     stroke: metres in one step. turn: radians in one step; 0: the tools keep the orientation of the start.
     most: radians, of a joint in one step. is_relative: the axes are those of the tool at the start, not the world's.
 
-    A step that would leave the box ends at its face. Where the arm cannot follow, the tool slows down (Chain.toward).
+    A step that would leave the box ends WITHIN its face. Where the arm cannot follow, the tool slows down
+    (Chain.toward).
     """
 
     def __init__(
@@ -194,13 +205,14 @@ class EeDelta:
         goal = moved(here, step.ravel())
         if not self.is_whole and prefix in self._starts:
             goal[:3, :3] = self._starts[prefix][:3, :3]
-        low, high = limb.box
+        box = limb.within
+        low, high = box
         goal[:3, 3] = np.clip(goal[:3, 3], np.minimum(low, here[:3, 3]), np.maximum(high, here[:3, 3]))
         at = self._at[prefix]
         ends = self._low[at] * limb.scale, self._high[at] * limb.scale
         end = limb.chain.toward(joints * limb.scale, goal, self._most, ends) / limb.scale
-        most = (np.sqrt(squares_outside(here[:3, 3], limb.box)) + CLOSE) ** 2
-        return largest_part(joints, end, lambda j: bool(squares_outside(limb.pose(j)[:3, 3], limb.box) <= most))
+        most = (np.sqrt(squares_outside(here[:3, 3], box)) + CLOSE) ** 2
+        return largest_part(joints, end, lambda j: bool(squares_outside(limb.pose(j)[:3, 3], box) <= most))
 
     def _axes(self, prefix: str) -> Array:
         """Return the axes [3, 3] of a limb's actions, as columns."""
@@ -242,11 +254,19 @@ class SpacedRobot:
     def positions(self) -> Array:
         """The newest target [J] that the robot took, float64."""
         positions = self.robot.hold_action().astype(float)
-        if self._begins and self.robot.is_home:
+        if self._begins and self._has_arrived():
             self._begins = False
             for space in self.spaces.values():
                 space.begin(positions)
         return positions
+
+    def _has_arrived(self) -> bool:
+        try:
+            return self.robot.is_home
+        except RobotFault as fault:
+            if fault.kind == READY:  # one may look at an arm before somebody has said ready
+                return False
+            raise
 
     @property
     def is_home(self) -> bool:

@@ -39,12 +39,17 @@ class Kinematics:
     """
 
     def __init__(self, words: Mapping[str, Any], units: Mapping[str, str]) -> None:
+        if not isinstance(words, Mapping):
+            raise ConfigError(f"{PLACE}={words}: say it as in {EXAMPLE}")
         if unknown := [name for name in words if name not in ("urdf", "frame", "joints")]:
             raise ConfigError(f"{PLACE}: say urdf, frame and joints, not {', '.join(map(str, unknown))}")
         if missing := [name for name in ("urdf", "frame") if not words.get(name)]:
             raise ConfigError(f"{PLACE}.{missing[0]}: say it, as in {EXAMPLE}")
-        joints = {str(joint): str(entry) for entry, joint in (words.get("joints") or {}).items()}
-        known = {entry.split(".")[0]: entry for entry in units} | joints
+        said = words.get("joints") or {}
+        if not isinstance(said, Mapping):
+            raise ConfigError(f"{PLACE}.joints: say {{entry of the arm: its joint in the URDF}}, not {said}")
+        joints = {str(joint): str(entry) for entry, joint in said.items()}
+        known = {entry.split(".")[0]: entry for entry in units if entry not in joints.values()} | joints
         names, self.chain = read_chain(str(words["urdf"]), str(words["frame"]))
         if lost := [name for name in names if known.get(name) not in units]:
             raise ConfigError(

@@ -54,8 +54,9 @@ class Motion:
         self.limited = self.refused = 0
         self.target = self.measured = measured
         self.point: Array | None = None  # the newest set point; None: there was none yet
-        self.executed: Array | None = None  # what the arm itself made of the newest set point, [J]; None: it took it
+        self.executed: Array | None = None  # what became of the newest target, [J]; None: it is taken as it is
         self._is_suspended = False  # then no set points are sent
+        self._is_blocked = False  # the newest target could not be reached
         self._glances = deque([measured], GLANCES)
         self._silent = 0  # ticks since the actor's latest sign of life: if nothing ran, nothing moved, either
         self._left = 0  # ticks until the set point reaches the target, or until the arm has settled on its way home
@@ -85,7 +86,7 @@ class Motion:
             return
         target = self._limiter.step(self.target, wanted, self._period, self._limits.jump)
         self.limited += bool((np.abs(target - wanted) > 1e-9).any())
-        self.target, self.mode, self.is_home = target, TRACK, False
+        self.target, self.mode, self.is_home, self._is_blocked = target, TRACK, False, False
         self._left = self._per_period
 
     def go_home(self, through: Sequence[Array] = ()) -> None:
@@ -189,14 +190,19 @@ class Motion:
         if self.mode == HOME:
             self._advance_home(self.point)
         else:
+            before = self.point
             parts, self._left = max(self._left, 1) if self.mode == TRACK else 1, self._left - 1
-            self.point = self._limiter.step(self.point, self.point + (self.target - self.point) / parts, self._tick)
+            self.point = self._limiter.step(before, before + (self.target - before) / parts, self._tick)
+            if self.mode == TRACK and (self.point == before).all() and (self.target != before).any():
+                # The straight way leaves the tool's box. Further targets must not run away from an arm that stands.
+                self.target, self._is_blocked = before, True
+                self.limited += 1
         return self.point
 
     def accepted(self, point: Array, positions: Array | None) -> None:
         """Take what the arm made of a set point, both [J]; None: it tells nothing."""
         differs = positions is not None and bool((np.abs(positions - point) > 1e-6).any())
-        self.executed = positions if differs else None
+        self.executed = positions if differs else point if self._is_blocked else None
 
     def observe(self, measured: Array) -> None:
         """Take the measured positions [J] of this tick. If they are not finite, or off their way, that is a fault."""

@@ -75,6 +75,9 @@ def tool_space(
         raise ConfigError(f"task.env.stroke={stroke}: with space={EE_DELTA} say the metres of one step, such as 0.01")
     units = dict(zip(arm.action.names, arm.action.units, strict=True))
     known = Kinematics(kinematics, units)
+    limits = {str(name): limit for name, limit in limits.items()}
+    if TOOL not in limits:
+        raise ConfigError(f"space={EE_DELTA} moves the {TOOL} of one arm, and this robot has several: take its joints")
     moves = [limits[entry] for entry in known.entries]
     most = np.array([min(limit["jump"], limit["speed"] / arm.fps) for limit in moves]) * known.scale
     box = np.array([limits[TOOL][axis] for axis in AXES], float).T
@@ -86,10 +89,12 @@ def tool_space(
 
 def _gripper(said: Mapping[str, Any], units: Mapping[str, str]) -> tuple[str, Gripper]:
     """Return the entry of a gripper, and its ends."""
-    if set(said) != {"entry", "open", "closed"} or said["entry"] not in units:
+    ends = [said.get(end) for end in ("open", "closed")] if isinstance(said, Mapping) else []
+    is_right = len(said) == 3 and said.get("entry") in units if ends else False
+    if not is_right or not all(isinstance(end, int | float) for end in ends) or ends[0] == ends[1]:
         entry = [*units][-1]
         raise ConfigError(
-            f"task.env.gripper={dict(said)}: say entry, open and closed, as in "
+            f"task.env.gripper={said}: say entry, open and closed, as in "
             f"`{{entry: {entry}, open: 100, closed: 0}}`; the entries are {', '.join(units)}"
         )
-    return str(said["entry"]), Gripper(float(said["open"]), float(said["closed"]))
+    return str(said["entry"]), Gripper(*map(float, ends))

@@ -11,6 +11,7 @@ robomimic ignores. Without `next_obs` there is no observation after the last act
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -49,8 +50,11 @@ resource.setrlimit(resource.RLIMIT_CPU, (seconds if most == resource.RLIM_INFINI
 
 def look(name, node):
     dict(node.attrs)
-    if isinstance(node, h5py.Dataset) and node.chunks:
-        node.id.get_num_chunks()
+    if isinstance(node, h5py.Dataset):
+        if node.chunks:
+            node.id.get_num_chunks()
+        if node.dtype.hasobject and node.size < 1_000_000:  # texts, which lie elsewhere in the file
+            node[()]
 
 
 with h5py.File(sys.argv[1], "r") as file:
@@ -265,7 +269,7 @@ def _reading(path: Path) -> Iterator[Any]:
 
 
 def _check_ends(path: Path) -> None:
-    """Raise ConfigError if libhdf5 crashes, or never returns, on a damaged file: a process of its own looks first.
+    """Raise ConfigError if libhdf5 crashes, or never returns, on a file: a process of its own looks first.
 
     Where Python's error is what such a file sets off, the process that reads it says so.
     """
@@ -274,7 +278,8 @@ def _check_ends(path: Path) -> None:
         seconds = LOOK_S + (path.stat().st_size >> 22)
     ended = subprocess.run([sys.executable, "-Ic", LOOK, path, str(seconds)], capture_output=True, check=False)
     if ended.returncode < 0:
-        raise ConfigError(f"the robomimic file {path} is damaged: its reader ended with signal {-ended.returncode}")
+        ended_by = signal.Signals(-ended.returncode).name  # SIGXCPU: it did not come back
+        raise ConfigError(f"the robomimic file {path} cannot be read: who looked at it was ended by {ended_by}")
 
 
 def _check_own(file: Any, path: Path) -> None:

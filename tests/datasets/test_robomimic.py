@@ -8,6 +8,7 @@ import pytest
 from serl_client.errors import ConfigError
 from serl_client.spec import Feature, Spec
 
+from serl_launcher.datasets import robomimic
 from serl_launcher.datasets.episodes import open_run
 from serl_launcher.datasets.robomimic import RobomimicFile, write
 from serl_launcher.store.store import Store
@@ -200,10 +201,18 @@ def test_a_file_that_was_cut_or_is_none_is_one_sentence(lift, tmp_path):
             RobomimicFile(str(path))
 
 
-def test_a_file_from_which_no_reader_returns_is_one_sentence(lift, monkeypatch):
-    monkeypatch.setattr("serl_launcher.datasets.robomimic.LOOK_S", 1)
-    data = bytearray(lift.read_bytes())
+@pytest.mark.parametrize("name", ["data", "mask/all"])
+def test_a_file_from_which_no_reader_returns_is_one_sentence(tmp_path, monkeypatch, name):
+    path = tmp_path / "low_dim.hdf5"
+    with h5py.File(path, "w") as file:
+        if name == "data":
+            file.create_group(name).attrs["env_args"] = "{}"
+        else:
+            file[name] = ["demo_0"]
+    robomimic._check_ends(path)
+    data = bytearray(path.read_bytes())
     data[data.index(b"GCOL") + 24] = 255  # libhdf5 1.14 goes round in a circle there
-    lift.write_bytes(data)
-    with pytest.raises(ConfigError, match="is damaged: its reader ended with signal 24"):
-        RobomimicFile(str(lift))
+    path.write_bytes(data)
+    monkeypatch.setattr(robomimic, "LOOK_S", 2)
+    with pytest.raises(ConfigError, match="cannot be read: who looked at it was ended by SIGXCPU"):
+        RobomimicFile(str(path))

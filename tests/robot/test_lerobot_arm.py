@@ -9,6 +9,8 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.cameras import lerobot as cameras
@@ -20,6 +22,7 @@ from tests.shared.arms import say_ready
 from tests.shared.common import ROOT, until
 from tests.shared.plugins import publish
 from tests.shared.tools import called
+from tools.checks.arm import watched
 from tools.checks.common import CONFIG
 
 pytest.importorskip("lerobot", reason="the extra `robots` is not installed: . examples/install.sh --extra robots")
@@ -258,6 +261,14 @@ def test_the_check_of_an_arm_with_a_tool_says_where_its_probe_may_begin(bus, tmp
     words = [*alone, "task=so101_tool", f"task.port={bus.path}", f"task.calibration_dir={tmp_path}"]
     said = called("check_robot", *words, "--move")[1]
     assert "the limits allow no step here: move the arm by hand, away from its ends, and its tool into" in said
+    config = composed(CONFIG, ["actor=true", *words])
+    (path := tmp_path / "calls").touch()
+    for name, word in watched(OmegaConf.to_container(config.task.env, resolve=True), str(path)).items():
+        OmegaConf.update(config, f"task.env.{name}", word, merge=False)
+    with stands(bus), instantiate(config.task.env)() as env:  # as the check of the whole robot makes it
+        assert env.spec.action.names == ("x", "y", "z", "gripper")
+        assert len(env.robot.hold_action()) == 4
+        env.robot.observe()
 
 
 def test_arm_and_leader_whose_ports_vanished_come_back_with_them(so101, bus, tmp_path):

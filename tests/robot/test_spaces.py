@@ -10,7 +10,7 @@ from serl_client.spec import Feature
 from robot_infra.interfaces import Reading, Verdict
 from robot_infra.judges import TogglePenalty
 from robot_infra.kinematics import NOVA2, Chain, at, twist
-from robot_infra.spaces import EeDelta, Gripper, JointDelta, Limb, SpacedRobot, understood
+from robot_infra.spaces import WITHIN, EeDelta, Gripper, JointDelta, Limb, SpacedRobot, understood
 from tests.shared.robots import Hand, build, point
 
 JOINTS = tuple(f"joint{number}" for number in range(1, 7))
@@ -109,7 +109,7 @@ def test_a_tool_at_the_face_of_its_box_slides_along_it_and_keeps_its_orientation
     for _ in range(12):
         positions = space.target(np.array([0, 0.5, -1, 0.0]), positions)
     start, end = CHAIN.pose(START[:6]), CHAIN.pose(positions[:6])
-    assert end[2, 3] == pytest.approx(BOX[0, 2], abs=1e-5)
+    assert end[2, 3] == pytest.approx(BOX[0, 2] + WITHIN, abs=1e-5)
     assert end[1, 3] - start[1, 3] == pytest.approx(12 * 0.5 * STROKE, abs=0.01)
     np.testing.assert_allclose(twist(start, end)[3:], 0, atol=1e-4)
 
@@ -123,6 +123,12 @@ def test_relative_actions_are_along_the_axes_of_the_tool_at_the_start():
         np.testing.assert_allclose(
             CHAIN.pose(target[:6])[:3, 3] - pose[:3, 3], 0.3 * STROKE * pose[:3, axis], atol=1e-5
         )
+
+
+def test_a_gripper_that_is_on_its_way_goes_on_and_where_it_rests_between_its_ends_it_stays():
+    gripper = Gripper(open=100.0, closed=0.0)
+    assert [gripper.actual(*pair) for pair in ((60, 66), (66, 60), (0, 0), (99.5, 99.5))] == [1, -1, 1, -1]
+    assert gripper.target(gripper.actual(60, 60), 60) == 60
 
 
 @given(st.lists(st.floats(-0.49, 0.49), max_size=20), st.sampled_from([-1.0, 1.0]))

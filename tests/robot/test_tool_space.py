@@ -7,16 +7,21 @@ import time
 import numpy as np
 import pytest
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from serl_client.errors import ConfigError
 from serl_client.spec import Feature
 
+from robot_infra import spaces
 from robot_infra.drivers import urdf
 from robot_infra.drivers.urdf import Kinematics, read_chain
+from robot_infra.guard.limits import Limiter, read_limits, squares_outside
+from robot_infra.guard.motion import Motion
 from robot_infra.kinematics import twist
 from robot_infra.sim.feetech import FeetechBus
 from robot_infra.spaces import EeDelta, Limb
+from robot_infra.tasks import arm
 from serl_launcher.config import composed
-from tests.shared.common import until
+from tests.shared.common import PATIENCE, until
 from tools.checks.common import CONFIG
 
 SO101 = {"urdf": "so101", "frame": "gripper_frame_link"}
@@ -81,6 +86,8 @@ def test_positions_are_in_degrees_and_those_of_no_joint_do_not_count():
     ({"urdf": "so100"}, UNITS, "urdf=so100: .*give a URDF's path, or one of so101"),
     ({"frame": "gripper"}, UNITS, "frame=gripper: so101 has shoulder_link, .*gripper_frame_link"),
     ({"joints": {"gripper.pos": "wrist"}}, {"gripper.pos": "deg"}, "as in `joints: {gripper.pos: shoulder_pan"),
+    ({"joints": {"shoulder_lift.pos": "elbow_flex"}}, UNITS, "the joints shoulder_lift of the URDF move its gripper"),
+    ({"joints": ["elbow_flex"]}, UNITS, "say {entry of the arm: its joint in the URDF}, not"),
     ({}, dict.fromkeys(UNITS, "percent"), "shoulder_pan.pos is in percent.*use_degrees=true"),
 ])  # fmt: skip
 def test_what_is_missing_or_does_not_fit_is_named_with_its_cure(changes, units, said):
@@ -90,7 +97,7 @@ def test_what_is_missing_or_does_not_fit_is_named_with_its_cure(changes, units, 
 
 @pytest.mark.parametrize(("change", "said"), [
     (("", ""), "the joint jaw is prismatic; only joints that turn"),
-    (('<parent link="c"/><child link="e"/>', '<parent link="e"/><child link="e"/>'), "jaw is prismatic|own parent"),
+    (('type="prismatic"><parent link="c"/>', 'type="fixed"><parent link="e"/>'), "e is its own parent"),
     (('type="prismatic"><parent link="c"/>', 'type="fixed">'), "the joint jaw has no parent"),
     (('type="prismatic"', 'type="revolute"><axis xyz="0 0 0"/>'), "xyz='0 0 0' should be three numbers"),
     (('type="prismatic"', 'type="fixed"><origin xyz="1 2"/>'), "xyz='1 2' should be three numbers"),
@@ -126,6 +133,76 @@ def test_five_joints_draw_a_square_of_ten_centimetres_and_keep_their_box(axes):
     assert (known.tool(at) <= BOX[1] + 1e-5).all()
 
 
+@pytest.fixture
+def guarded():
+    """guarded() -> (the space of an SO-101's tool, its guard's motion, step(action)); the arm follows at once."""
+    env = composed(CONFIG, ["actor=true", "task=so101_tool", "task.port=none"]).task.env
+    limits = OmegaConf.to_container(env.limits)
+    known, fps = Kinematics(SO101, UNITS), env.fps
+    entries = {name: {"percent": "%"}.get(unit, unit) for name, unit in UNITS.items()}
+    ranges = {name: [0, 100] if unit == "%" else [-95, 95] for name, unit in entries.items()}
+    limits = read_limits(entries, limits, has_tool=True, ranges=ranges)
+    limb = Limb(known.entries, known.chain, limits.box[0], None, known.scale)
+    most = float((np.minimum(limits.jump, limits.speed / fps)[:5] * known.scale).min())
+    space = EeDelta(
+        Feature((6,), names=(*UNITS,), low=limits.low, high=limits.high), {"": limb}, stroke=0.01, most=most
+    )
+    motion = Motion(Limiter(limits, known.tool), HOME, tick=0.5 / fps, period=1 / fps, home_speed=0.25, measured=HOME,
+                    is_ready=True)  # fmt: skip
+    space.begin(HOME)
+
+    def step(*action):
+        before = motion.target
+        motion.track(space.target(np.array(action, float), before))
+        for _ in range(2):
+            point = motion.advance()
+            motion.accepted(point, None)
+            motion.observe(point)
+            assert not squares_outside(known.tool(point), limits.box[0])
+        return known.tool(point) - known.tool(before)
+
+    return motion, step
+
+
+WALK = [(1, 0, 0)] * 30, [(0, 1, 0)] * 12, [(1, -1, 0)] * 24, [(0, 0, -1)] * 12, [(1, 1, -1)] * 12, [(-0.3, 0, 0)] * 5
+
+
+def test_a_tool_slides_along_the_faces_and_edges_of_its_box_as_it_is_told(guarded):
+    motion, step = guarded
+    for part in WALK:
+        for action in part:
+            way = step(*action)
+            np.testing.assert_allclose(motion.point, motion.target, atol=1e-9)
+            assert motion.executed is None
+        along = [axis for axis in range(3) if abs(way[axis]) > 1e-4]
+        told = {(1, 0, 0): [], (0, 0, -1): [], (-0.3, 0, 0): [0]}.get(action, [1])
+        assert along == told, (action, way)
+
+
+def test_no_target_runs_away_from_an_arm_that_cannot_follow_and_the_rows_say_where_it_stands(guarded, monkeypatch):
+    monkeypatch.setattr(spaces, "WITHIN", 0.0)  # targets on a face itself: the joints' way between two leaves the box
+    motion, step = guarded
+    blocked = 0
+    for action in (action for part in WALK for action in part):
+        step(*action)
+        np.testing.assert_allclose(motion.point, motion.target, atol=1e-9)
+        if motion.executed is not None:
+            blocked += 1
+            assert (motion.executed == motion.point).all()
+    assert blocked > 10
+    assert motion.limited >= blocked
+
+
+@pytest.mark.parametrize(
+    "said",
+    ["gripper.pos", {"entry": "gripper.pos", "open": "wide", "closed": 0}, {"entry": "gripper.pos", "open": 1},
+     {"entry": "hand", "open": 1, "closed": 0}, {"entry": "gripper.pos", "open": 1, "closed": 1}],
+)  # fmt: skip
+def test_a_gripper_that_is_none_is_refused_with_its_cure(said):
+    with pytest.raises(ConfigError, match=r"say entry, open and closed, as in `{entry: gripper.pos, open: 100"):
+        arm._gripper(said, UNITS)
+
+
 def beside(point, start, end):
     """How far a point lies beside the line from start to end, metres."""
     way = (end - start) / np.linalg.norm(end - start)
@@ -159,7 +236,9 @@ def test_an_so101_draws_a_square_by_its_tool_through_the_guard(tmp_path):
             assert env.spec.action.names == ("x", "y", "z", "gripper")
             off, start = 0.0, None
             for corner in corners("yz"):
+                deadline = time.monotonic() + PATIENCE
                 while np.abs(way := corner - known.tool(robot.positions)).max() > 1e-3:
+                    assert time.monotonic() < deadline, way
                     robot.command(np.array([*np.clip(way / 0.01, -0.5, 0.5), -1], np.float32))
                     time.sleep(1 / env.spec.fps)
                     robot.observe()

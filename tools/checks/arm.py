@@ -50,8 +50,9 @@ def tried(env: Mapping[str, Any], *, move: bool, seconds: float) -> Iterator[tup
 
 def watched(env: Mapping[str, Any], path: str, leash: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return driver, address and options of the same arm under watch; WatchedArm says what path and leash are."""
-    at = str(env["address"])
-    options = {"driver": env["driver"], "at": at, "options": env.get("options") or {}, "path": path, "leash": leash}
+    at, own = str(env["address"]), env.get("options") or {}
+    options = {"driver": env["driver"], "at": at, "options": own, "path": path, "leash": leash}
+    options |= {name: own[name] for name in ("kinematics",) if name in own}  # who makes the env asks for them, too
     return {"driver": f"{WatchedArm.__module__}.WatchedArm", "address": f"{at} (watched)", "options": options}
 
 
