@@ -89,12 +89,12 @@ def tool_space(
 
 def _gripper(said: Mapping[str, Any], units: Mapping[str, str]) -> tuple[str, Gripper]:
     """Return the entry of a gripper, and its ends."""
-    ends = [said.get(end) for end in ("open", "closed")] if isinstance(said, Mapping) else []
-    is_right = len(said) == 3 and said.get("entry") in units if ends else False
-    if not is_right or not all(isinstance(end, int | float) for end in ends) or ends[0] == ends[1]:
+    given = dict(said) if isinstance(said, Mapping) else {}
+    ends = [float(end) for end in (given.get("open"), given.get("closed")) if isinstance(end, int | float)]
+    if given.keys() != {"entry", "open", "closed"} or given["entry"] not in units or len({*ends}) < 2:
         entry = [*units][-1]
         raise ConfigError(
             f"task.env.gripper={said}: say entry, open and closed, as in "
             f"`{{entry: {entry}, open: 100, closed: 0}}`; the entries are {', '.join(units)}"
         )
-    return str(said["entry"]), Gripper(*map(float, ends))
+    return str(given["entry"]), Gripper(*ends)

@@ -39,7 +39,7 @@ class Gamepad(RawDevice):
         super().__init__(path, EVENT.size * 64, "connect one, or say task.devices.gamepad=/dev/...")
         self._sticks: dict[str, float] = {}
         self._triggers: dict[int, bool] = {}  # whether each one is pulled
-        self._rest = b""
+        self._rest = b""  # of a record that has not come whole
 
     def read(self) -> Hand:
         words: list[str] = []
@@ -52,6 +52,9 @@ class Gamepad(RawDevice):
         motion = {name: share for name, share in self._sticks.items() if abs(share) > DEAD}
         pulled = [sign for axis, sign in TRIGGERS.items() if self._triggers.get(axis)]
         return Hand(motion, pulled[0] if len(pulled) == 1 else 0, words=words)
+
+    def rest(self) -> None:
+        self._sticks, self._triggers, self._rest = {}, {}, b""
 
     def _hear(self, kind: int, number: int, value: int, words: list[str]) -> None:
         is_new, kind = not kind & INITIAL, kind & ~INITIAL

@@ -89,10 +89,14 @@ class Hands:
         return {name: text for device in self._devices for name, text in device.legend.items()}
 
     def reset(self, seed: int, *, demonstrate: bool = True) -> None:
-        for device in self._devices:
-            device.forget()
+        self.forget()
         self._set_driver(False)
         self._begins = demonstrate
+
+    def forget(self) -> None:
+        """Forget motions that were begun before now: a leader arm that stands has not moved, wherever it stands."""
+        for device in self._devices:
+            device.forget()
 
     def poll(self) -> list[str]:
         """Return the events since the last poll, oldest first. The next `read` takes touches, and says which device is

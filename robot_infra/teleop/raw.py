@@ -58,5 +58,9 @@ class RawDevice:
     def _open(self) -> int:
         return os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
 
+    def rest(self) -> None:
+        """Forget what is deflected and pressed: the device is gone, and tells nothing of it when it comes back."""
+
     def _gone(self, why: str) -> RobotFault:
+        self.rest()
         return RobotFault(f"the device {self.path} is gone ({why}), so nobody could take over: connect it", "operator")

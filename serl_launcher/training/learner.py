@@ -24,7 +24,7 @@ from serl_launcher.training.forecast import Forecast
 from serl_launcher.training.metrics import MetricsLog
 from serl_launcher.training.monitor import Monitor
 from serl_launcher.training.plan import RANDOM, Phase, Plan, Update, unrepeated
-from serl_launcher.training.plan_state import PhaseCounts, PlanState
+from serl_launcher.training.plan_state import ENDING, PhaseCounts, PlanState
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.training.rate_limiter import UNPACED
 from serl_launcher.training.server_sync import SYNC_S, Director, ServerSync
@@ -196,18 +196,31 @@ class Learner:
             if ("checkpoint", None) not in actions:  # a kill must not take the run back into a phase
                 self.checkpoint(ended)  # that the actors have left
         self._direct()
+        if self.state.phase is not before:
+            self._drop_early_next()
 
     def person_time(self) -> dict[str, Any]:
         """Return how long the run has needed a person until now; see PersonTime."""
         return self.server.person.told(self.counters, self.sources.spec.fps)
 
     def _obey(self) -> None:
-        for _, name, argument in self.server.commands:
+        """Take the operator's commands, up to the first one that ends the phase: those after it are of the next one."""
+        commands, is_over = self.server.commands, False
+        while commands and not is_over:
+            _, name, argument = commands.pop(0)
             try:
                 self.state.command(name, argument)
+                is_over = name in ENDING
             except RetakeError as error:
                 log.warning("%s", error)
-        self.server.commands.clear()
+
+    def _drop_early_next(self) -> None:
+        """Forget each `next` that was said before anybody could see this phase: it was about the one before."""
+        self.server.synchronise()
+        early = [command for command in self.server.commands if command[1] == "next"]
+        self.server.commands = [command for command in self.server.commands if command not in early]
+        if early:
+            log.warning("`next` was said while the phase before ended by itself: this one goes on")
 
     def _do(self, action: str, source: str | None, ended: str) -> None:
         if action == "checkpoint":
@@ -306,7 +319,7 @@ class Learner:
         """Return everything that a resumed run needs to continue bit by bit as this one would."""
         return {
             "algorithm": self.ranks.state_dict(), "plan": self.state.state_dict(),
-            "sources": self.sources.state_dict(), "torch": torch.get_rng_state(), "command": self.server.newest_command,
+            "sources": self.sources.state_dict(), "torch": torch.get_rng_state(), "command": self.server.obeyed,
             "wall_s": self.wall_s, "phases": self.state.plan.outline, "evaluations": self.evaluations,
             "starts": self.counters.starts, "cost_s": self.keeper.schedule.cost, "changes": self.changes,
             "person": self.server.person.state_dict(), "aside": self._aside,

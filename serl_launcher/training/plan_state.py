@@ -17,7 +17,8 @@ from serl_launcher.training.rate_limiter import UNPACED, RateLimiter
 log = logging.getLogger(__name__)
 
 PACED = "env steps: pace"  # what the learner waits for where its actors are too slow for its ratio
-COMMANDS = ("next", "hold", "resume", "goto", "stop")
+ENDING = ("next", "goto", "stop")
+COMMANDS = (*ENDING, "hold", "resume")
 COUNTED = ("env_steps", "episodes", "successes", "interventions", "finished_steps")  # of PhaseCounts
 
 

@@ -88,6 +88,11 @@ class ServerSync:
                 self._has_asked, self._next_sync = False, clock.monotonic() + RETRY_S
         self._has_asked &= self.link.connected
 
+    @property
+    def obeyed(self) -> int:
+        """The largest number of a command that was carried out, as were those before it."""
+        return self.commands[0][0] - 1 if self.commands else self.newest_command
+
     def _take(self, synced: m.Synced) -> None:
         self._has_asked, self._is_behind = False, synced.more
         self._revision = synced.revision

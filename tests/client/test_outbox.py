@@ -352,14 +352,15 @@ def test_no_more_than_the_window_is_on_its_way_and_a_record_larger_than_it_goes_
     assert sent(queue) == [("before", 2), ("before", 3)]
 
 
-def test_a_learner_that_has_lost_what_it_acknowledged_is_not_sent_the_rest(queue, monkeypatch):
+@pytest.mark.parametrize("left", [1, 0])
+def test_a_learner_that_has_lost_what_it_acknowledged_is_not_sent_the_rest(queue, monkeypatch, left):
     monkeypatch.setattr(module, "FILE_BYTES", 1)
     put(queue, 2)
     queue.acknowledge(m.Ack("before", 5))
-    queue.acknowledge(m.Ack("now", 4))
+    queue.acknowledge(m.Ack("now", 5 - left))
     with pytest.raises(Refused, match=r"lost data\. Start it with a newer copy .*; nothing was deleted"):
         queue.resume(SESSIONS, MIB)
-    assert queue.pending[0] == 1
+    assert queue.pending[0] == left
 
 
 def test_a_full_queue_shows_as_no_room_and_what_ends_the_episode_is_still_taken(opened, spec, make_segment):

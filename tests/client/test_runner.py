@@ -306,16 +306,6 @@ def test_a_stop_is_obeyed_at_its_boundary_or_where_the_actor_would_wait_for_ever
     assert [(len(segment), segment.ends) for segment in client.segments] == segments
 
 
-@pytest.mark.parametrize("verdict", ["success", "failure", "discard"])
-@pytest.mark.parametrize("rows", [4, 5])
-def test_a_verdict_in_a_pause_ends_the_episode_after_however_many_rows(spec, client, rows, verdict):
-    keys, ended = Keys({rows: ["pause"], rows + 3: [verdict]}), []
-    client.script["wait 8"] = lambda: ended.extend(segment.ends for segment in client.segments)
-    client.script["wait 9"] = lambda: client.direct("stop", number=99, boundary="now")
-    run(CountingEnv(spec, length=100, clock="real"), client, operator=keys)
-    assert ended[-1:] == [True]
-
-
 def test_idle_stops_the_robot_and_the_stamp_tells_the_directive(env, client):
     client.script = {
         4: lambda: client.direct("idle", number=2),

@@ -246,11 +246,38 @@ def test_an_operators_command_is_carried_out_once_over_all_restarts(server, live
     third = live(server, plan, seed=2).begin()
     until(lambda: client.state.directive["mode"] == "idle")
     assert (third.phase, third.made) == ("two", [])
+    third.die()
+    for command in ("resume", "next", "hold"):  # heard at once
+        client.command(command)
+    until(lambda: len(commands(server.run_dir)) == 7)
+    fourth = live(server, plan, seed=3).begin()
+    until(lambda: fourth.phase == "three" and fourth.learner.state.at.held)
     for command in ("resume", "next"):
         client.command(command)
-    until(lambda: third.phase == "three")
+    leave(client, fourth)
+
+
+@pytest.mark.slow
+def test_next_that_is_said_while_its_phase_ends_by_itself_skips_no_other_one(server, live, connect, monkeypatch):
+    plan = plan_of(one=phase(until="updates >= 5"), two=phase(until="operator"), three=phase(until="operator"))
+    clients, checkpoint = [], learner.Learner.checkpoint
+
+    def slow(trainer, *words):
+        clients.append(connect(server))
+        clients[0].command("next")
+        until(lambda: commands(server.run_dir))
+        monkeypatch.setattr(learner.Learner, "checkpoint", checkpoint)
+        return checkpoint(trainer, *words)
+
+    monkeypatch.setattr(learner.Learner, "checkpoint", slow)
+    life = live(server, plan).begin()
+    until(lambda: len(life.made) > 20)
+    assert life.phase == "two"
+    (client,) = clients
     client.command("next")
-    leave(client, third)
+    until(lambda: client.state.directive["phase"] == "three")
+    client.command("next")
+    leave(client, life)
 
 
 def commands(run_dir):

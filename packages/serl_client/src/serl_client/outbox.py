@@ -120,6 +120,11 @@ class Outbox:
         return {session: (min(first, end), end) for session, (first, end) in spans.items()}
 
     @property
+    def expected(self) -> dict[str, int]:
+        """Return {session: first unacknowledged seq}, also of sessions of which nothing is left."""
+        return {**self._expected, **{session: first for session, (first, _) in self.sessions.items()}}
+
+    @property
     def pending(self) -> tuple[int, int]:
         """Return the number of unacknowledged records and their bytes."""
         files = self._files

@@ -95,6 +95,8 @@ class Person:
     def ask(self) -> None:
         """Forget what was said and moved before this question, also what nobody has read yet."""
         self.listen()
+        if forget := getattr(self._operator, "forget", None):  # they are devices that drive
+            forget()
         self._status.question += 1
         self.is_ready = self.has_moved = False
 

@@ -312,7 +312,7 @@ class _Actor:
             if self._status.driver != "PAUSED":
                 self._env.stop()
             self._status.driver, episode.reset = "PAUSED", True
-            episode.is_stale = self._is_real and episode.last is not None
+            episode.is_stale = self._is_real
             return True
         allowed = self._client.state.step_limit
         if self._is_real or allowed is None or self._status.steps < allowed:

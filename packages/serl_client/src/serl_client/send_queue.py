@@ -145,7 +145,7 @@ class SendQueue:
         self._window, self._sending = window, ""
         wanted = {session: seq for session, seq in expected}
         self._named, self.needs_hello = wanted.keys(), False
-        for session, (first, _) in self._outbox.sessions.items():
+        for session, first in self._outbox.expected.items():
             seq = wanted.get(session, first)
             if seq < first:
                 raise Refused(
