@@ -209,7 +209,9 @@ def test_the_losses_of_what_is_imagined_are_the_papers(dreamer):
     rows = replace(sequences(dreamer), weight=torch.tensor([1.0, 2.0, 0.0, 1.0, 0.5, 3.0]))
     states = tuple(each[:, 1:] for each in states_of(dreamer, rows))
     torch.nn.init.normal_(dreamer.slow_value.layers[-1].weight)
-    _, told = dreamer.controller_losses(rows, rows_of(rows, dreamer.actor.scale), states)
+    loss, told = dreamer.controller_losses(rows, rows_of(rows, dreamer.actor.scale), states)
+    replayed = dreamer.replay_value_scale * told["replay_value"]
+    torch.testing.assert_close(loss.detach(), told["policy_loss"] + told["value_loss"] + replayed)
     scale = dreamer.high - dreamer.low  # which the returns have moved by now
     assert scale > 1
     with torch.no_grad():

@@ -15,8 +15,8 @@ from serl_client.errors import ConfigError
 
 from serl_launcher.datasets import episodes, export, shards
 from serl_launcher.datasets.reader import Dataset
-from serl_launcher.datasets.units import conversions
-from serl_launcher.training.plan import Plan, PlanSource
+from serl_launcher.datasets.units import Conversion, conversions
+from serl_launcher.training.plan import Change, Plan, PlanSource
 from tests.shared.common import STATE
 
 from .exporting import CAMERA, Run, exported, needs_lerobot, segment, writes_shards
@@ -180,3 +180,7 @@ def test_lerobots_viewer_saves_a_shard_and_the_thread_that_encoded_its_video_kee
     assert done.returncode == 0, done.stderr
     [recording] = (tmp_path / "seen").iterdir()
     assert recording.stat().st_size > 10_000
+
+
+def test_episodes_that_were_changed_otherwise_are_others():
+    assert len({Conversion({}, Change(fps=fps)).mark for fps in (None, 10.0, 20.0)}) == 3

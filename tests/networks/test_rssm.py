@@ -62,6 +62,7 @@ def test_variables_are_drawn_as_often_as_they_are_likely_and_have_the_gradient_o
     (gradient,) = torch.autograd.grad(found[..., 0].mean(), log_probs)
     torch.testing.assert_close(gradient, torch.tensor([[0.5, 0.0, 0.0]]))
     assert Categorical(0.0).likeliest(log_probs)[0].tolist() == [1, 0, 0]
+    assert torch.equal(Categorical(0.0).restored(Categorical(0.0).kept(found), 3), found.detach())
     assert one_hot(torch.tensor([-1]), 3).tolist() == [[0, 0, 0]]
 
 

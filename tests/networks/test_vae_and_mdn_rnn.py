@@ -20,6 +20,13 @@ def test_they_have_as_many_weights_as_the_published_ones():
     assert size(MDNRNN(32, 3, 256, 5)) == 422_368
 
 
+def test_a_picture_is_from_0_to_1():
+    pictures = Pictures(robot(cameras=(CAMERA,)), ("all",), 16)
+    image = torch.full((2, 16, 16, 3), 255, dtype=torch.uint8)
+    image[1] = 0
+    assert [each.unique().tolist() for each in pictures({CAMERA: image})] == [[1.0], [0.0]]
+
+
 @pytest.mark.parametrize(("pixels", "widths"), [(64, (4, 4, 8, 8)), (32, (4, 4, 8))])
 def test_the_losses_are_the_pictures_squared_error_and_the_divergence_of_at_least_half_a_nat_for_each_number(
     pixels, widths

@@ -8,6 +8,7 @@ import torch
 from serl_client import ConfigError, Feature, Spec
 from serl_client.limits import Limits
 
+from serl_launcher.replay.choice import Choice
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.training import tracing
 from serl_launcher.types import Window
@@ -167,6 +168,7 @@ def test_windows_of_one_step_are_drawn_and_copied_as_longer_ones_are(push, reade
         reader.refresh()
     chains, _ = reader._usable(np.arange(reader.tail, reader.head), SAC)
     assert set(reader.draw_steps(5000, SAC, np.random.default_rng(0), None)) == set(chains[:, 0])
+    assert reader.draw_steps(5, SAC, np.random.default_rng(0), Choice(100)) is None, "of a view that is empty"
     numbers = np.resize(chains[:, 0], 200)
     one = arrays_of(reader, 200, SAC)
     assert reader.gather_steps(numbers, SAC, one)

@@ -93,6 +93,13 @@ class Wrong(GuardedRobot):
             raise OSError("it was closed already")
 
 
+def test_a_fault_of_a_real_arm_that_is_only_looked_at_switches_nothing_on():
+    robot = point(Wrong)
+    robot.way, robot.observe = "blind", lambda: (_ for _ in ()).throw(RobotFault("it does not answer"))
+    found = dict(tried(build(robot, clock="real"), move=False, seconds=0.01))
+    assert (found["observe"].text, robot.recovers) == ("it does not answer", 0)
+
+
 WAYS = ("shapes", "hold", "bounds", "stop", "recover", "close")
 
 

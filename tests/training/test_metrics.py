@@ -7,10 +7,13 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from serl_client.errors import ConfigError
+from serl_client.status import ActorStatus
+from serl_client.ticks import Ticks
 
 from serl_launcher.replay.views import EpisodeInfo
 from serl_launcher.store.store import Store
@@ -57,6 +60,16 @@ def test_the_control_rate_is_that_of_the_newest_steps_by_their_own_times(spec, t
     (newest,) = (EpisodeInfo(*row) for row in store.index.catalog(0, 10)[1])
     assert control_of(tmp_path, spec, store.sources, newest) == Control(rate=pytest.approx(4), fps=10, late=0.5)
     store.close()
+
+
+def test_the_rate_that_a_console_shows_follows_the_newest_periods_slowly(spec):
+    status = ActorStatus()
+    ticks = Ticks(SimpleNamespace(spec=spec, clock="real"), status)
+    for sent in (0.0, 0.1, 0.2):
+        ticks.count(sent)
+    assert (status.rate, status.late) == (pytest.approx(10), 0)
+    ticks.count(0.4)
+    assert (status.rate, status.late) == (pytest.approx(1 / 0.105), 1)
 
 
 @pytest.fixture(autouse=True)
