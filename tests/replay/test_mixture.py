@@ -355,5 +355,10 @@ def test_episodes_that_left_the_store_have_no_beginning(store, whole, sources):
     assert len(batch) == len(returns) < 30
     assert (returns == 45).all()
     assert starts(batch) == {(key, 0) for key in range(30 - len(batch), 30)}
+    newest = max(range(len(batch)), key=lambda row: int(batch.step_id[row]))
+    assert found.episode_of(int(batch.step_id[newest])) == (episodes[-1], 0)
+    assert found.episode_of(int(batch.step_id[newest]) + 3) == (episodes[-1], 3)
     assert found.beginnings(episodes[:3], CHUNK, 1.0) is None
+    for left_out in ({"closed": False}, {"discard": True}):
+        assert found.beginnings([episodes[-1]._replace(**left_out)], CHUNK, 1.0) is None
     assert found.beginnings([], CHUNK, 1.0) is None
