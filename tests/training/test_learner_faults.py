@@ -64,7 +64,7 @@ def test_a_trainer_hears_and_is_heard_again_after_each_death_of_the_server(serve
         server.kill()
         server.start()
         push(client, range(3 * number, 3 * number + 3))
-    until(lambda: life.phase == "rest")
+    until(lambda: client.state.directive["phase"] == "rest")
     client.command("next")
     until(lambda: client.state.directive["mode"] == "stop")
     leave(client, life)
