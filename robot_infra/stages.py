@@ -46,6 +46,10 @@ class StageKeys:
                 events.append("success")
         return events
 
+    def forget(self) -> None:
+        if forget := getattr(self._operator, "forget", None):  # they are devices that drive
+            forget()
+
     def legend(self, keys: Mapping[str, str]) -> dict[str, str]:
         """Return what the keys do, for the console: `keys`, and those of stages."""
         own = {"stages": f"1 to {self._stages - 1} reached   {self._stages} success   0 none"}

@@ -149,7 +149,7 @@ class Hands:
                 if word == "toggle":
                     self._set_driver(not ((self._drives and self._is_latched) or self._wishes))
                 elif word == "take over":
-                    self._wished = clock.monotonic() if self._takes_by_touch or self._begins else 0.0
+                    self._wish()
                 else:
                     self._words.append(word)
             if hand.gripper and (self._drives or "take over" in hand.words):
@@ -169,6 +169,12 @@ class Hands:
             self._is_latched, self._gripper = begins or wishes, gripper
         elif self._drives and not self._is_latched and now > self._touched + RELEASE:
             self._set_driver(False)
+
+    def _wish(self) -> None:
+        """Note that a key that moves was pressed. What such a key told the gripper in a pause is over."""
+        if not (self._drives or self._wishes):
+            self._gripper = 0
+        self._wished = clock.monotonic() if self._takes_by_touch or self._begins else 0.0
 
     @property
     def _wishes(self) -> bool:

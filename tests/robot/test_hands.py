@@ -11,6 +11,7 @@ from serl_client.status import ActorStatus
 from robot_infra.guard.lead import LIMP
 from robot_infra.interfaces import Hand
 from robot_infra.intervention import Intervention
+from robot_infra.stages import StageKeys
 from robot_infra.teleop.hands import Hands, make_devices
 from robot_infra.teleop.leader import Leader
 from robot_infra.teleop.page import BESIDE, PageDevice
@@ -243,10 +244,20 @@ def test_what_ends_in_a_demonstration_is_not_begun_again_by_a_leader_that_has_mo
     assert [wanted is not None for wanted in seen] == [False, True, False, False, False]
 
 
+def test_a_gripper_key_that_was_pressed_in_a_pause_acts_at_no_later_takeover(clock):
+    words = ["take over"]
+    hands = at_policy(Scripted(Hand(gripper=-1, words=words), Hand(), Hand({"x": 1.0}, words=words)))
+    hands.poll()
+    clock.sleep(30)
+    assert hands.read(HOLD) is None
+    clock.sleep(30)
+    assert hands.read(np.array([0, 0, 0, 1], np.float32)).tolist() == [0.5, 0, 0, 1]
+
+
 def test_each_demonstration_waits_until_the_leader_moves_wherever_it_stands(spec):
     robot = Follower()
     hands = Hands([Leader(robot), Scripted(*[Hand()] * 20)], robot.action, robot.space)
-    person, moved = Person(hands, FakeClient(spec), ActorStatus()), []
+    person, moved = Person(StageKeys(hands, 1), FakeClient(spec), ActorStatus()), []
     hands.reset(0, demonstrate=True)
     for places in ((0, 40), (40, 40, 43)):  # a demonstration, after which it stands elsewhere; and the next one
         for place in places:
