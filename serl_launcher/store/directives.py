@@ -54,9 +54,9 @@ class Directives(dict[int, dict[str, Any]]):
         """Return whether this actor follows a directive: an evaluation is for those to whom it was dealt, and anything
         else for all but those of its `without`, which only evaluate."""
         name = name_of(actor)
-        return (
-            name in self.dealt[number] if number in self.dealt else name not in self.get(number, {}).get("without", ())
-        )
+        if number in self.dealt and self.mode(number) == EVALUATE:
+            return name in self.dealt[number]
+        return name not in self.get(number, {}).get("without", ())
 
     def of(self, segment: Segment, actor: str, newest_weights: int) -> dict[str, Any]:
         """Return the directive of a segment. Raises Refused where the segment's stamp says what cannot be."""

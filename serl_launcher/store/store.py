@@ -367,9 +367,10 @@ class Store:
         return number
 
     def deal(self, actors: Collection[str]) -> None:
-        """Let these actors, durably, follow the newest directive, unless one of them does, or it is by one alone."""
+        """Let these actors, durably, run the newest directive, if that is an evaluation which none of them runs, and
+        which is not by one alone."""
         number = self.directives.newest
-        is_anybodys = number and not self.directives[number].get("by")
+        is_anybodys = self.directives.mode(number) == EVALUATE and not self.directives[number].get("by")
         if is_anybodys and actors and not any(self.directives.is_for(number, actor) for actor in actors):
             self.directives.deal(number, actors)
             self.commit()

@@ -97,6 +97,10 @@ def test_an_actor_that_only_evaluates_does_nothing_else_and_nobody_else_does_its
         return directive["mode"], directive.get("because", "")
 
     until(lambda: told(judge) == ("idle", "it only evaluates") and told(arm) == ("collect", ""))
+    server.server.keeper.store.deal({"judge/0"})  # as where the arm is silent for a while
+    assert told(judge) == ("idle", "it only evaluates")
+    arm.push(0, make_segment("before", directive=2, ends="terminated"))
+    arm.told(1)
     server.direct({**EVALUATION, "by": "judge"})
     alone = "this evaluation is by judge alone"
     until(lambda: told(judge) == ("evaluate", "") and told(arm) == ("idle", alone))
@@ -109,7 +113,7 @@ def test_an_actor_that_only_evaluates_does_nothing_else_and_nobody_else_does_its
     until(lambda: [each[0] for each in server.ask(m.Sync(0, 0)).actors] == ["arm"])
     server.server.updates.deal()
     assert told(arm) == ("idle", alone), "it is not dealt anew, also when its actor has left"
-    arm.push(0, make_segment("e0", **stamp))
+    arm.push(1, make_segment("e0", **stamp))
     assert "evaluates: it is for judge, and arm idles" in arm.refused()
 
 
