@@ -199,6 +199,7 @@ def test_a_word_that_the_learner_refuses_ends_nothing(learner, connect):
 
     learner._command = refused
     client = connect()
+    until(lambda: client.connected)  # a word is about what goes on then
     client.command("next")
     assert client.over == "next"
     may_answer.set()

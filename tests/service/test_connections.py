@@ -139,11 +139,13 @@ def test_a_key_waits_for_none_of_the_messages_of_another_that_cost_more(keys, se
 
 def knock(door):
     """A peer that shakes hands, and lies about when it was let in; and the descriptors of the connections there are."""
+    before = len(door.connections.places)
     peer = hostile.Peer(int(door.socket.last_endpoint.rpartition(b":")[2]), greeted=False)
     lie = b"\x08Admitted" + bytes([0, 0, 0, 4]) + b"1000"
     assert peer.send(hostile.GREETING + hostile.frame(hostile.READY + lie, hostile.COMMAND))
     until(lambda: door.turn() or len(peer.socket.recv(100, socket.MSG_PEEK)) > len(hostile.GREETING))
     assert peer.send(hostile.VALID)
+    until(lambda: door.turn() or len(door.connections.places) > before)
     return peer, list(door.connections.places)
 
 
