@@ -47,8 +47,7 @@ class StageKeys:
         return events
 
     def forget(self) -> None:
-        if forget := getattr(self._operator, "forget", None):  # they are devices that drive
-            forget()
+        self._operator.forget()
 
     def legend(self, keys: Mapping[str, str]) -> dict[str, str]:
         """Return what the keys do, for the console: `keys`, and those of stages."""

@@ -70,7 +70,7 @@ class Hands:
         self._begins = False  # nobody drives this demonstration yet
         self._has_moved = False  # any device, since the latest poll
         self._fault: RobotFault | None = None
-        self._drives = self._is_latched = False  # latched: only a toggle hands back
+        self._drives, self._is_latched = True, False  # latched: only a toggle hands back
         self._touched, self._wished, self._gripper = 0.0, 0.0, 0
 
     demonstrates = True
@@ -89,14 +89,20 @@ class Hands:
         return {name: text for device in self._devices for name, text in device.legend.items()}
 
     def reset(self, seed: int, *, demonstrate: bool = True) -> None:
-        self.forget()
-        self._set_driver(False)
+        for device in self._devices:
+            device.forget()
+        self._set_driver(False, is_led=not demonstrate)
         self._begins = demonstrate
 
     def forget(self) -> None:
-        """Forget motions that were begun before now: a leader arm that stands has not moved, wherever it stands."""
+        """Forget motions that were begun before now: a leader arm that stands has not moved, wherever it stands.
+
+        Whoever drove has handed back, so that a leader arm that follows comes to its robot until it is touched.
+        """
         for device in self._devices:
             device.forget()
+        if self._drives:
+            self._set_driver(False)
 
     def poll(self) -> list[str]:
         """Return the events since the last poll, oldest first. The next `read` takes touches, and says which device is
@@ -181,11 +187,13 @@ class Hands:
         """Whether a key that moves was pressed a moment ago, and nobody has taken over for it yet."""
         return clock.monotonic() <= self._wished + WISH
 
-    def _set_driver(self, drives: bool) -> None:
+    def _set_driver(self, drives: bool, *, is_led: bool = True) -> None:
+        """Say who drives from now on. is_led: False: a leader arm stays as it is, limp in the hand that took it."""
         self._drives = self._is_latched = drives
         self._gripper, self._begins, self._wished = 0, False, 0.0
         for device in self._devices:
-            device.hand_over(to_person=drives)
+            if is_led or device.moves is not None:
+                device.hand_over(to_person=drives)
 
     def _move(self, action: Array, name: str, share: float) -> None:
         """Move one entry of an action [A] towards its bound, by a share of the way."""

@@ -40,9 +40,9 @@ UNFINISHED = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")  # the next reading bri
 PASTE_ON, PASTE_OFF, PASTE, NO_KEY = b"\x1b[?2004h", b"\x1b[?2004l", b"\x1b[200~", b" "
 PASTED = re.compile(rb"\x1b\[200~.*?(?:(\x1b\[201~)|\Z)", re.DOTALL)
 PASTE_S = 2.0  # seconds after which a paste is over, so that a mark that is lost leaves nobody unheard
+ESCAPE, ESCAPE_S = b"\x1b", 0.25  # the key Escape alone, if nothing has come after it in so many seconds
 
 QUIET = 0.5  # seconds in which nobody types two different keys; what does is a burst
-DELIBERATE = 1.0  # seconds after PAUSE or STOP, until PAUSE may resume; a held key repeats earlier
 AGAIN = 2.0  # seconds within which STOP is to be said again
 HELD = 0.15  # seconds that a motion key counts as held: several periods of a terminal's key repeat
 STALE = 1.0  # seconds between two readings; after more, motion keys are dropped: they were pressed in a pause
@@ -65,7 +65,7 @@ class Keyboard:
         self._events: deque[str] = deque()
         self._motions: deque[str] = deque(maxlen=BACKLOG)
         self._heard: dict[str, float] = {}  # key: when it was read; of the last QUIET seconds
-        self._held = self._asked = self._pasting = -math.inf  # when PAUSE or STOP was read, STOP alone, a paste began
+        self._asked = self._begun = -math.inf  # when STOP was read alone, when what waits for its rest began
         if self._before is not None:
             tty.setcbreak(descriptor, termios.TCSANOW)
             self._tell(PASTE_ON)
@@ -90,6 +90,11 @@ class Keyboard:
         self._read()
         return _emptied(self._motions)
 
+    def forget(self) -> None:
+        """Forget motion keys that were pressed before now: they were meant for what came before."""
+        self._read()
+        self._motions.clear()
+
     def close(self) -> None:
         """Give the terminal back; may be called twice."""
         if self._before is not None and _in_front(self._descriptor):
@@ -107,13 +112,13 @@ class Keyboard:
         if not select.select([self._descriptor], [], [], 0)[0]:
             return
         now, is_pasting = clock.monotonic(), self._rest.startswith(PASTE)
-        if is_pasting and now > self._pasting + PASTE_S:
+        if now > self._begun + (PASTE_S if is_pasting else ESCAPE_S) and (is_pasting or self._rest == ESCAPE):
             self._rest, is_pasting = b"", False
+        self._begun = self._begun if is_pasting else now
         typed = self._rest + os.read(self._descriptor, 4096)
         pastes, typed = list(PASTED.finditer(typed)), PASTED.sub(NO_KEY, typed)
         if pastes and not pastes[-1][1]:  # its end is still to come, or a part of it
             self._rest = PASTE + pastes[-1][0][len(PASTE) :][1 - len(PASTE) :]
-            self._pasting = self._pasting if is_pasting else now
         else:
             unfinished = UNFINISHED.search(typed)
             self._rest = unfinished.group() if unfinished else b""
@@ -133,13 +138,11 @@ class Keyboard:
             self._motions += [key for key in typed if key in MOTIONS or key == TOGGLE]
         for key in keys:
             if key == PAUSE:
-                is_toggle = is_quiet and typed.count(key) == 1 and now > self._held + DELIBERATE
-                self._events.append("pause" if is_toggle else "halt")
-                self._held = now
+                self._events.append("pause" if is_quiet and typed.count(key) == 1 else "halt")
             elif key == STOP:
                 is_second = is_quiet and now <= self._asked + AGAIN
                 self._events.append("stop" if is_second else "halt")
-                self._asked, self._held = now if is_quiet and not is_second else -math.inf, now
+                self._asked = now if is_quiet and not is_second else -math.inf
                 if is_quiet and not is_second:
                     log.warning("the robot holds: %s again within %.0f s ends the run; %s resumes", STOP, AGAIN, PAUSE)
             elif is_quiet and key in KEYS:
@@ -184,7 +187,7 @@ class KeyboardDevice:
         return Hand(held, gripper, words=words)
 
     def forget(self) -> None:
-        self._keyboard.motions()  # drop them: they were meant for what came before
+        self._keyboard.forget()
         self._pressed, self._read_at = {}, clock.monotonic()
 
     def hand_over(self, *, to_person: bool) -> None:

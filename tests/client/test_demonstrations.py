@@ -106,12 +106,12 @@ def test_a_script_that_demonstrates_waits_for_nobody_and_a_policy_neither(client
     assert (env.looks, len(env.seeds), client.waited) == (0, 6, 2)
 
 
-def test_pause_next_and_a_new_directive_are_obeyed_while_it_waits(client, spec):
+def test_pause_next_and_a_new_directive_are_obeyed_while_it_waits(client, spec, running_clock):
     env, status, drivers = Teleop(spec, driven=[1]), ActorStatus(), []
     presses = {3: ["pause"], 6: ["ready"], 7: ["moved"], 9: ["next"], 20: ["pause"]}  # two looks a turn in a pause
     client.script = {f"wait {n}": lambda: drivers.append(status.driver) for n in range(1, 14)}
     client.script["wait 14"] = lambda: client.direct("collect", number=2)
-    run(env, client, operator=Demonstrator(presses), status=status, episodes=1)
+    run(env, client, operator=Demonstrator(presses, running_clock), status=status, episodes=1)
     assert drivers == [*[BEGIN] * 3, *["PAUSED"] * 8, *[BEGIN] * 2]
     assert client.commands == ["next"]
     (episode,) = client.episodes
@@ -135,12 +135,11 @@ def test_a_directive_that_changes_on_the_way_home_records_nothing_more_under_the
 # -- while the learner is away
 
 
-class Says:
+class Says(Keys):
     """A person who says what is put into `words`."""
 
-    has_terminal, demonstrates = True, False
-
     def __init__(self):
+        super().__init__({})
         self.words = []
 
     def poll(self):

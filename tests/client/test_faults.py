@@ -43,9 +43,9 @@ class Way(CountingEnv):
         return super().reset(seed, **options)
 
 
-def test_a_pause_on_the_way_home_holds_the_robot_and_the_way_begins_anew_after_it(client, spec):
+def test_a_pause_on_the_way_home_holds_the_robot_and_the_way_begins_anew_after_it(client, spec, running_clock):
     env = Way(spec)
-    run(env, client, episodes=1, operator=Keys({2: ["pause"], 5: ["pause"]}))
+    run(env, client, episodes=1, operator=Keys({2: ["pause"], 5: ["pause"]}, running_clock))
     assert env.log == ["home", "stop", "home", "reset", "stop"]
     assert client.lengths == [13]
 
@@ -109,12 +109,11 @@ class Failing(CountingEnv):
         self.note("home")
 
 
-class ReadyPerson:
+class ReadyPerson(Keys):
     """Says ready at each look, once the console shows a fault."""
 
-    has_terminal, demonstrates = True, False
-
     def __init__(self, status):
+        super().__init__({})
         self.status, self.said = status, []
 
     def poll(self):
@@ -177,16 +176,36 @@ def test_ready_from_elsewhere_counts_for_the_question_that_is_asked_now(client, 
     assert (client.lengths, status.heard) == ([1, 13], "5")
 
 
-def test_a_pause_beside_the_robot_is_lifted_there_alone(client):
+def test_a_pause_beside_the_robot_is_lifted_there_alone(client, clock):
     keys, status = Keys({1: ["pause"], 3: ["pause"], 6: ["pause"]}), ActorStatus()
     person, told = Person(keys, client, status), {0: "pause", 2: "resume", 4: "pause", 5: "resume", 7: "resume"}
     seen = []
     for look in range(8):
+        clock.advance(1.1)
         client.said += [Command(told[look], "", look, client.actor)] if look in told else []
         person.listen()
         seen.append((person.is_paused, status.heard))
     assert [paused for paused, _ in seen] == [True, False, False, True, True, True, False, False]
     assert [heard for _, heard in seen][-4:] == ["4", "5 late", "5 late", "7"]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "after", "holds"),
+    [
+        ("", ["pause"], 0.9, True), ("", ["pause"], 1.1, False), ("", ["pause"] * 2, 1.1, True),
+        ("halt", ["pause"], 0.9, True), ("pause", ["pause"], 0.9, True), ("pause", ["pause"], 1.1, False),
+    ],
+)  # fmt: skip
+def test_whoever_says_pause_at_once_after_another_one_does_not_let_the_robot_go_on(
+    client, clock, first, then, after, holds
+):
+    """The first one says it beside the robot, or at the page."""
+    person = Person(Keys({0: [first] * bool(first), 1: then}), client, ActorStatus())
+    client.said += [] if first else [Command("pause", "", 1, client.actor)]
+    person.listen()
+    clock.advance(after)
+    person.listen()
+    assert person.is_paused == holds
 
 
 def test_a_verdict_from_elsewhere_ends_the_episode_that_it_names_and_a_pause_holds_the_robot(client, spec):

@@ -23,7 +23,7 @@ def test_a_verdict_in_a_pause_ends_the_episode_after_however_many_rows(spec, cli
 
 
 @pytest.mark.parametrize("row", [0, 3])
-def test_after_a_pause_a_policy_sees_the_scene_as_it_is_then(spec, client, row):
+def test_after_a_pause_a_policy_sees_the_scene_as_it_is_then(spec, client, row, running_clock):
     scene, seen = [0], []
 
     class Scene(CountingEnv):
@@ -37,7 +37,7 @@ def test_after_a_pause_a_policy_sees_the_scene_as_it_is_then(spec, client, row):
 
     client.script["wait 2"] = lambda: scene.append(scene.pop() + 100)  # somebody moves the block
     env = Scene(spec, clock="real")
-    run(env, client, Policy(spec, 0), episodes=1, operator=Keys({row: ["pause"], row + 4: ["pause"]}))
+    run(env, client, Policy(spec, 0), episodes=1, operator=Keys({row: ["pause"], row + 4: ["pause"]}, running_clock))
     assert all(shown == there for shown, there in seen), seen
     assert {there for _, there in seen} == ({100} if row == 0 else {0, 100})
     assert env.actions[row] is None, "it holds, and looks again"

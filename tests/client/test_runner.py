@@ -226,10 +226,10 @@ def test_a_verdict_that_finds_no_row_to_go_with_is_recorded_all_the_same(spec, c
     assert client.outcomes == [Outcome(client.segments[0].episode, False, judged_by="operator")]
 
 
-def test_pause_holds_the_robot_between_two_steps_and_begins_anew_after_it(env, client, spec):
+def test_pause_holds_the_robot_between_two_steps_and_begins_anew_after_it(env, client, spec, running_clock):
     stopped, policy = [], Asked(spec)
     client.script = {"wait 2": lambda: stopped.append(env.stops)}
-    run(env, client, policy, episodes=1, operator=Keys({4: ["pause"], 8: ["pause"]}))
+    run(env, client, policy, episodes=1, operator=Keys({4: ["pause"], 8: ["pause"]}, running_clock))
     assert (stopped, client.waited >= 4, client.lengths) == ([1], True, [13])
     assert policy.asked == [(step, step in (0, 4)) for step in range(13)]
 

@@ -65,6 +65,9 @@ class _Person:
             raise Stopped
         return ["ready"]
 
+    def forget(self) -> None:
+        """They have no device."""
+
 
 class _Drift:
     """A controller whose actions are random."""

@@ -39,14 +39,13 @@ def in_training(folder, client, history):
     return into[STATE]
 
 
-@pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("history", [2, 3])
-def test_a_policy_is_asked_with_what_a_window_of_that_step_shows(tmp_path, history):
+def test_a_policy_is_asked_with_what_a_window_of_that_step_shows(tmp_path, history, clock):
     """Rows 2 and 3 are a person's, who moves while the policy is asked; row 6 holds after a pause."""
     env = build(max_steps=10, clock="real", teleop=Hand(rows=(2, 3)))
     client, policy = FakeClient(env.spec, intervene=True), Asked(env.spec, 0)
     client.history, policy.seen = history, {}
-    run(env, client, policy, episodes=1, operator=Keys({6: ["pause"], 8: ["pause"]}))
+    run(env, client, policy, episodes=1, operator=Keys({6: ["pause"], 8: ["pause"]}, clock))
     (episode,) = client.episodes
     assert (episode.intervened.nonzero()[0].tolist(), episode.gap.nonzero()[0].tolist()) == ([2, 3], [6])
     assert sorted(policy.seen) == [0, 1, 2, 4, 5, 7, 8, 9]

@@ -121,7 +121,7 @@ def test_after_a_pause_the_robot_looks_again_before_the_policy_acts_on_what_it_s
             asked.append((step, reset))
             return super().act(observation, step=step, reset=reset, **rest)
 
-    client, _, _ = actor(env, Asked(env.spec, 0), operator=Keys({3: ["pause"], 5: ["pause"]}))
+    client, _, _ = actor(env, Asked(env.spec, 0), operator=Keys({3: ["pause"], 5: ["pause"]}, clock))
     (episode,) = client.episodes
     assert asked == [(0, True), (1, False), (2, False), (4, True), (5, False)]
     assert (rows(episode.gap), episode.action[3].tolist()) == ([3], [0, 0])

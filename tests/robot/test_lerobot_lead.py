@@ -9,7 +9,7 @@ from serl_client import clock
 from serl_client.errors import ConfigError, RobotFault
 
 from robot_infra.drivers.lerobot import LerobotArm
-from robot_infra.guard.lead import FOLLOWS, LIMP, TOUCH
+from robot_infra.guard.lead import FOLLOWS, LIMP, TOUCH, TOUCHED
 from robot_infra.guard.robot import GuardedRobot
 from robot_infra.interfaces import Hand
 from robot_infra.sim.feetech import ENDS, FeetechBus
@@ -176,6 +176,30 @@ def test_it_follows_is_taken_by_a_touch_without_a_jump_and_follows_again_after_t
         clock.advance(1)
         assert (all(torques(leader)), leader.positions) == (True, stood), "its motors hold it"
     assert (any(torques(leader)), all(torques(follower))) == (False, True), "the actor has ended"
+
+
+def test_before_a_demonstration_it_follows_until_a_touch_and_stays_limp_in_that_hand(buses, tmp_path, clock):
+    follower, leader = buses
+    person = Person(leader)
+    clock.passed = person.hold
+    leader.place({1: ENDS[0][0] + 300})
+    with practice(buses, tmp_path, "task.env.options.leader_follows=true") as (robot, hands, toggles):
+        toggles.hands.append(TOGGLE)  # the demonstration before was driven
+        go(robot, hands, 0, lambda wanted: wanted is not None)
+        hands.poll()
+        hands.forget()
+        go(robot, hands, 0, lambda _: leader.positions[1] == pytest.approx(follower.positions[1], abs=60))
+        person.at = leader.positions[1] + 600
+        while "moved" not in hands.poll():
+            robot.command(robot.hold_action())
+            robot.observe()
+        assert robot.leader == TOUCHED
+        go(robot, hands, 0, lambda _: not any(torques(leader)))
+        goals = len(leader.servos[1].goals)
+        hands.reset(0, demonstrate=True)
+        person.at -= 200
+        go(robot, hands, 0, lambda wanted: wanted is not None)
+        assert len(leader.servos[1].goals) == goals, "its motors do not come on in the hand"
 
 
 def test_unless_it_is_told_to_follow_its_torque_never_comes_on(buses, tmp_path):

@@ -42,7 +42,7 @@ def test_commands_keep_their_distance_whatever_the_policy_and_the_person_take(cl
         LateSource(clock, [2.0, *random.uniform(0, 0.15, 500)]), deadline=0.5 / fps, n_action_steps=EXECUTED
     )
     client = WaitingClient(env.spec, clock)
-    reports = run(env, client, controller, operator=Keys({190: ["pause"], 200: ["pause"]}), status=status)
+    reports = run(env, client, controller, operator=Keys({190: ["pause"], 200: ["pause"]}, clock), status=status)
     assert [report["steps"] for report in reports] == [100, 100]
     gaps = np.concatenate([episode.gap for episode in client.episodes])
     spaced = np.diff(robot.sent) * fps

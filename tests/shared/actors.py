@@ -137,16 +137,26 @@ class WaitingClient(FakeClient):
 
 
 class Keys:
-    """A person: {look: what was pressed before it}; there is a look after each reset and after each row."""
+    """A person: {look: what was pressed before it}; there is a look after each reset and after each row.
+
+    clock: of whoever resumes after a pause: it passes before they do.
+    """
 
     has_terminal, demonstrates = True, False
 
-    def __init__(self, presses):
-        self.presses, self.looks = presses, -1
+    def __init__(self, presses, clock=None):
+        self.presses, self.looks, self.clock, self.pauses = presses, -1, clock, 0
 
     def poll(self):
         self.looks += 1
-        return self.presses.get(self.looks, [])
+        said = self.presses.get(self.looks, [])
+        if "pause" in said and self.clock:
+            self.clock.advance(1.1 * self.pauses)
+            self.pauses += 1
+        return said
+
+    def forget(self):
+        """They have no device."""
 
 
 class Desk:

@@ -1,7 +1,9 @@
 """Does what a person has said to an actor: pause, ready, next, and verdicts (success, failure, discard)."""
 
+import math
 from typing import Protocol
 
+import serl_client.clock as clock
 from serl_client.client import TrainerClient
 from serl_client.driving import PAUSED
 from serl_client.env import Observation
@@ -10,11 +12,12 @@ from serl_client.messages import Command
 from serl_client.status import ActorStatus, SuccessCounter
 
 VERDICTS = {"success": True, "failure": False, "discard": None}
+DELIBERATE = 1.0  # seconds after a pause, until another may resume: two people pause at once, and a held key repeats
 
 
 class Operator(Protocol):
-    """Describes a person with a keyboard. Events: pause (again: resume), halt (pause, and never resume), ready, moved
-    (a device that drives the robot), stop, next, success, failure, discard."""
+    """Describes a person with a keyboard. Events: pause (again, unless at once: resume), halt (pause, and never
+    resume), ready, moved (a device that drives the robot), stop, next, success, failure, discard."""
 
     @property
     def has_terminal(self) -> bool:
@@ -30,6 +33,9 @@ class Operator(Protocol):
         """Return the events since the last call; never wait."""
         ...
 
+    def forget(self) -> None:
+        """Forget motions that were begun before now: the next question is about to be asked."""
+
 
 class Person:
     """Remembers what the operator says until the control loop has done it.
@@ -44,6 +50,7 @@ class Person:
         self.demonstrates = operator is not None and self.is_there and operator.demonstrates
         self.is_ready = self.has_moved = False
         self._pauses_here = self._pauses_elsewhere = False
+        self._paused_at = -math.inf  # when somebody said pause last
         self.verdict = ""
         self._operator, self._client, self._status = operator, client, status
         status.remote = "" if client.remote else None
@@ -62,8 +69,9 @@ class Person:
         """
         for event in self._operator.poll() if self._operator else ():
             if event in ("pause", "halt"):
-                self._pauses_here = event == "halt" or not self.is_paused
-                self._pauses_elsewhere &= self._pauses_here
+                is_over = event == "pause" and self.is_paused and clock.monotonic() > self._paused_at + DELIBERATE
+                self._pauses_here, self._paused_at = not is_over, clock.monotonic()
+                self._pauses_elsewhere &= not is_over
             elif event == "ready":
                 self.is_ready = True
             elif event == "moved":
@@ -84,6 +92,7 @@ class Person:
         beside the robot has paused it."""
         if word.name == "pause" or (word.name == "resume" and not self._pauses_here):
             self._pauses_elsewhere = word.name == "pause"
+            self._paused_at = clock.monotonic()
         elif word.name == "ready" and word.argument == str(self._status.question):
             self.is_ready = True
         elif word.name in VERDICTS and word.argument == self._status.episode:
@@ -95,8 +104,8 @@ class Person:
     def ask(self) -> None:
         """Forget what was said and moved before this question, also what nobody has read yet."""
         self.listen()
-        if forget := getattr(self._operator, "forget", None):  # they are devices that drive
-            forget()
+        if self._operator:
+            self._operator.forget()
         self._status.question += 1
         self.is_ready = self.has_moved = False
 
