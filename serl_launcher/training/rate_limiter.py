@@ -12,6 +12,8 @@ UNPACED = (  # why steps may come that are due more updates than are made; empty
     "there was no data for them",
 )
 
+NEARLY = 1e-9  # of a token, or of a step: what a fractional pace may lose by rounding
+
 
 class RateLimiter:
     """A token bucket between env steps and updates: a step adds `updates_per_step` tokens, an update takes one.
@@ -38,14 +40,17 @@ class RateLimiter:
 
     def may_update(self, env_steps: int, updates: int) -> bool:
         """Return whether there is a token for one more update."""
-        return self.pace is None or self._credit(self.pace, env_steps, updates) >= 1 - self.pace.tolerance
+        if self.pace is None:
+            return True
+        slack = NEARLY * (1 + self.pace.updates_per_step)  # more than step_limit's, so that one of the two may go on
+        return self._credit(self.pace, env_steps, updates) >= 1 - self.pace.tolerance - slack
 
     def step_limit(self, env_steps: int, updates: int) -> int | None:
         """Return the env step up to which a simulated actor may go before the next update; None: no limit."""
         if self.pace is None:
             return None
         room = self.pace.tolerance + 1 - self._credit(self.pace, env_steps, updates)
-        return env_steps + max(0, math.ceil(room / self.pace.updates_per_step - 1e-9))
+        return env_steps + max(0, math.ceil(room / self.pace.updates_per_step - NEARLY))
 
     def _credit(self, pace: Pace, env_steps: int, updates: int) -> float:
         credit = pace.updates_per_step * (env_steps - self.uncounted_steps) - updates

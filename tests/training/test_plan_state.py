@@ -273,6 +273,15 @@ def test_neither_side_runs_further_ahead_than_the_tolerance(ratio, tolerance, tu
     assert bucket.uncounted_steps == warm_up  # a paced simulator never makes a step that goes uncounted_steps
 
 
+@given(ratio=st.integers(1, 3000).map(lambda hundredths: hundredths / 100), tolerance=st.integers(0, 2))
+def test_learner_and_actors_never_wait_for_each_other_whatever_the_pace(ratio, tolerance):
+    bucket, steps, updates = RateLimiter(Pace(ratio, tolerance), uncounted_steps=0), 0, 0
+    for _ in range(1000):
+        may = bucket.may_update(steps, updates)
+        assert may or bucket.step_limit(steps, updates) > steps
+        steps, updates = steps + (not may), updates + may
+
+
 @given(bursts=st.lists(st.integers(0, 2000), min_size=1, max_size=30), ratio=st.sampled_from([0.3, 1.0, 4.0]))
 def test_catching_up_is_capped(bursts, ratio):
     bucket, steps, updates = RateLimiter(Pace(ratio, 16), uncounted_steps=0), 0, 0
@@ -351,8 +360,7 @@ def test_the_operator_has_the_last_word():
     state = at("practise")
     ready = practise(20, online=20)
     state.command("hold")
-    assert state.directive()["mode"] == "idle"
-    assert state.directive()["boundary"] == "now"
+    assert [state.directive()[word] for word in ("mode", "boundary")] == ["idle", "now"]
     assert state.waits_for(ready) == "the operator: held"
     assert state.advance(practise(5000)) == []
     state.command("resume")
