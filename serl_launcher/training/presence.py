@@ -66,6 +66,7 @@ class Presence:
         """Forget what the phase before lacked."""
         self._gone.clear()
         self.lack, self._lacks, self._told = "", ("", 0), ""
+        self._since = clock.monotonic()
 
     def look(self, phase: Phase | None, steps: int) -> None:
         """Find out what the phase lacks, and log it once. steps: those of the phase; while some come it lacks nothing.
@@ -81,7 +82,8 @@ class Presence:
         if self.lack not in ("", self._told):
             log.warning("phase %s waits for %s", phase and phase.name, self.lack)
         self._told = self.lack or (self._told if lacks else "")
-        if phase and hindered and self.waits and not phase.ends_alone and now >= self._since + HOPE_S:
+        is_hopeless = bool(self.lack) and hindered and self.waits  # an idle phase lacks nobody
+        if phase and is_hopeless and not phase.ends_alone and now >= self._since + HOPE_S:
             raise ConfigError(f"phase {phase.name} cannot go on without {self.lack}")
 
     def _lack(self, phase: Phase, hindered: bool) -> str:

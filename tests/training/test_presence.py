@@ -92,6 +92,15 @@ def test_while_steps_come_or_others_join_a_phase_lacks_nothing(clock, caplog):
     assert not caplog.records
 
 
+def test_a_phase_in_which_nobody_acts_goes_on_without_an_actor_that_can(clock):
+    seen, wanted = Presence(), plan_of(clone=phase(mode="idle", into=None, until="operator")).phases["clone"]
+    seen.update(here("judge", because="it only evaluates"))
+    for _ in range(2):
+        seen.look(wanted, 0)
+        clock.advance(HOPE_S)
+    assert not seen.lack
+
+
 def test_an_evaluation_names_who_began_it_and_left_until_they_are_back(clock, caplog):
     seen, wanted = Presence(), plan_of(look=phase(updates=(), mode="evaluate", into="eval", until="episodes >= 3"))
     wanted = wanted.phases["look"]
