@@ -3,7 +3,7 @@
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,14 +33,15 @@ class Evaluated(NamedTuple):
 def write(
     path: Path, *, env_steps: int, episodes: int, assisted: int, updates: int, wall_s: float,
     evaluations: Sequence[Mapping[str, Any]], weights_sha256: str, curve: Sequence[Mapping[str, Any]], dropped: int = 0,
-    changes: Sequence[Mapping[str, Any]] = (), person: Mapping[str, Any] | None = None,
+    changes: Sequence[Mapping[str, Any]] = (), person: Mapping[str, Any] | None = None, closing: Collection[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Write the summary to `path` and learning_curve.png beside it, and return the summary.
 
     The counts are of the whole run. wall_s: seconds.
     evaluations: what `training.counters.evaluation` returns, in their order, with the weights_sha256 that acted, the
     phase's name and the number of updates. The last is of the trained policy, if these are the newest weights. The
-    first other one is of the untrained one, unless it was within a phase or a repetition. The rest is `during`.
+    first other one is of the untrained one, unless it was within a phase or a repetition, or of a phase in `closing`:
+    the names of those behind the last that trains. The rest is `during`.
     Without any, the file keeps the results of an earlier plan. weights_sha256: of the newest weights.
     curve: {env_steps (up to its end), success (None: not judged), return, intervened} of each training episode.
     dropped: updates that steps were due and the learner was too slow for. changes: {updates, what} of settings.
@@ -48,7 +49,8 @@ def write(
     """
     results, earlier = [_result(evaluation) for evaluation in evaluations], read(path)
     is_newest = bool(results) and evaluations[-1].get("weights_sha256", weights_sha256) == weights_sha256
-    has_before = len(results) > is_newest and not {TIME, "."} & {*evaluations[0].get("phase", "")}
+    first = evaluations[0].get("phase", "") if evaluations else ""
+    has_before = len(results) > is_newest and not {TIME, "."} & {*first} and first not in closing
     before = results[0] if has_before else earlier.get("before")
     measured = {
         "during": [

@@ -119,14 +119,18 @@ CLONE = {"clone": {"actors": {"mode": "idle"}, "updates": ["update"], "data": {"
 EVALUATE = {"evaluate": {"actors": {"mode": "evaluate"}, "until": "episodes >= 50"}}
 
 
-def ended(run_dir, phases, *, updates, sha256, evaluated=None):
-    """Summarise a run with 20 demonstrations, 3 of which a script shared with the policy."""
+def ended(run_dir, phases, *, updates, sha256, evaluated=None, of=None):
+    """Summarise a run with 20 demonstrations, 3 of which a script shared with the policy.
+
+    evaluated: successes of 50. of: sha256 of the weights that acted then; None: of the newest.
+    """
     plan = load_plan({"sources": {"demo": {"capacity": 100}}, "phases": phases}, methods=None, has_operator=True)
     told = {field: 0 for field in EpisodeInfo._fields} | {"source": "demo", "final": True, "closed": True, "steps": 10}
     told = [told | {"number": n, "phase": "demonstrate", "intervened": 4 if n < 3 else 10} for n in range(20)]
     counters = RunCounters(SimpleNamespace(buffers={}, views={}))
     counters.update(EpisodeInfo(**episode) for episode in told)
-    evaluations = {"evaluate": evaluation(evaluated, 50)} if evaluated is not None else {}
+    acted = {"weights_sha256": of or sha256}
+    evaluations = {"evaluate": evaluation(evaluated, 50) | acted} if evaluated is not None else {}
     summarise(SimpleNamespace(
         counters=counters, evaluations=evaluations, wall_s=1.0, publisher=SimpleNamespace(version={"sha256": sha256}),
         state=SimpleNamespace(plan=plan, updates=updates, dropped=2.6), changes=[{"updates": 5, "what": "batch_size"}],
@@ -151,3 +155,10 @@ def test_every_plan_that_ends_tells_the_run_as_it_is_now(tmp_path):
     more = ended(tmp_path, CLONE, updates=4000, sha256="c")
     assert (more["updates"], more["weights_sha256"], more["eval"]["weights_sha256"]) == (4000, "c", "b")
     assert ended(tmp_path, EVALUATE, updates=4000, sha256="c", evaluated=50)["eval"]["weights_sha256"] == "c"
+
+
+def test_the_result_of_a_run_that_goes_on_and_is_stopped_is_none_from_before_training(tmp_path):
+    summary = ended(tmp_path, CLONE | EVALUATE, updates=4000, sha256="c", evaluated=47, of="b")
+    assert (summary["before"], summary["eval"], [each["success"] for each in summary["during"]]) == (None, None, [0.94])
+    baseline = ended(tmp_path, EVALUATE | CLONE, updates=4000, sha256="c", evaluated=1, of="b")
+    assert baseline["before"]["success"] == 0.02
