@@ -122,7 +122,7 @@ class RunCounters:
 
     def recent(self, phase: str, count: int) -> list[EpisodeInfo]:
         """Return the newest `count` finished episodes of a phase, the newest last."""
-        return self._phases[phase].newest[-count:] if phase in self._phases else []
+        return self._phases[phase].newest[-count:] if count and phase in self._phases else []
 
 
 class _Recent(Sequence[tuple[bool, bool]]):

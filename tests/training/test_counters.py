@@ -177,5 +177,6 @@ def test_the_counts_are_those_of_all_episodes_whatever_the_order_in_which_they_a
         assert list(phase.recent) == [(success, False) for success in expected.values()]
         assert (life.episodes, life.env_steps) == (61, 610)
         assert [e.id for e in life.recent("practise", 5)] == ["e56", "long", "e57", "e58", "e59"]
+        assert life.recent("practise", 0) == []
         assert [point["success"] for point in curve(life, ["practise"])] == list(expected.values())
         assert [point["env_steps"] for point in curve(life, ["practise"])] == list(range(10, 620, 10))
