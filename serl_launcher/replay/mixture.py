@@ -260,8 +260,10 @@ class ReplayMixture:
         The sources of a view give windows in proportion to the steps that each has in it.
         """
         parts, count = list(self.views[name].of), len(into)
+        if not count:
+            return []
         sizes = [self._startable(name, part, window.starts) for part in parts]
-        if count and not sum(sizes):
+        if not sum(sizes):
             return None
         counts = self.generator.multinomial(count, np.array(sizes) / sum(sizes)) if len(parts) > 1 else [count]
         begin, tasks = 0, []

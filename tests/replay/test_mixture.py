@@ -210,6 +210,7 @@ def test_a_batch_is_shared_out_exactly_and_an_empty_source_gives_none(push, sour
     assert batch.task == ("reach",) * 65
     keys = sources().sample(11, SAC, {"online": 0.6, "demo": 0.4}).observation[STATE][:, 0, 0]
     assert (keys == 1).sum() == 7, "6.6 is nearer to 7"
+    assert sources().sample(11, SAC, {"online": 0.99, "success": 0.01}), "no row is of the empty view"
 
 
 def test_the_same_generator_draws_the_same_batch_again(push, sources, make_segment):
