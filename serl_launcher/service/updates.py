@@ -14,7 +14,7 @@ from serl_client.console import throttled
 from serl_launcher.service.failures import DISK
 from serl_launcher.service.keeper import StoreKeeper
 from serl_launcher.service.peers import Address, Peer
-from serl_launcher.store.directives import EVALUATE
+from serl_launcher.store.directives import EVALUATE, ends_run
 
 log = throttled(__name__)
 
@@ -113,8 +113,8 @@ class StateUpdates:
 
     @property
     def is_over(self) -> bool:
-        """Whether this learner has told its actors to stop."""
-        return self.is_directed and self.shared()[0].get("mode") == "stop"
+        """Whether this learner has told its actors that the plan has ended."""
+        return self.is_directed and ends_run(self.shared()[0])
 
     def step_limit(self, peer: Peer) -> int | None:
         """How many steps this peer's session may have made in all; None: no limit.

@@ -5,7 +5,7 @@ says anything else is no honest one.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from serl_client.episode import Segment
@@ -19,6 +19,11 @@ DATASET = "dataset"  # the mode of a directive that no actor hears of: an import
 EVALUATE = "evaluate"
 WITHOUT_STEPS = ("idle", "stop")  # modes in which nobody makes steps
 DEALT = "dealt"  # in the index's table meta
+
+
+def ends_run(directive: Mapping[str, Any]) -> bool:
+    """Return whether a directive says that the plan has ended. A phase of the plan may let its actors end, too."""
+    return directive.get("mode") == "stop" and not directive.get("phase")
 
 
 class Directives(dict[int, dict[str, Any]]):

@@ -25,7 +25,7 @@ from serl_launcher.config import saved
 from serl_launcher.error_log import ERRORS
 from serl_launcher.replay.verdicts import rewards_of
 from serl_launcher.store.aside import is_aside
-from serl_launcher.store.directives import DATASET, EVALUATE
+from serl_launcher.store.directives import DATASET, EVALUATE, ends_run
 from serl_launcher.store.index import Index
 from serl_launcher.store.schema import EpisodeInfo, Source
 from serl_launcher.training import metrics
@@ -239,7 +239,7 @@ def _newest(directives: Mapping[int, Mapping[str, Any]]) -> Mapping[str, Any]:
 def _state(run_dir: Path, directive: Mapping[str, Any]) -> str:
     if holder(run_dir):
         return RUNNING
-    return NEW if not directive else ENDED if directive.get("mode") == "stop" else STOPPED
+    return NEW if not directive else ENDED if ends_run(directive) else STOPPED
 
 
 def _phases(
@@ -252,7 +252,7 @@ def _phases(
     except (ConfigError, OmegaConfBaseException) as error:
         warnings.append(f"the plan cannot be read: {error}")
         return []
-    names, is_over = [*planned], directive.get("mode") == "stop"
+    names, is_over = [*planned], ends_run(directive)
     within = str(directive.get("phase", "")).removesuffix(WITHIN)
     place = len(names) if is_over else names.index(within) if within in names else -1
     by_phase: dict[str, list[EpisodeInfo]] = {name: [] for name in names}

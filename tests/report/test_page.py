@@ -125,6 +125,18 @@ def test_a_run_without_its_summary_counts_the_same_from_its_store(finished, tmp_
     assert "not known" in checked(page.write(killed).read_text()).text, "the store does not tell its starts"
 
 
+def test_a_phase_that_sends_the_actors_home_is_not_the_end_of_the_run(spec, tmp_path):
+    run_dir = begin(tmp_path / "run")
+    store = Store.create(run_dir / "store", spec, {"online": 200})
+    for phase, state, place in (("practise", "stopped", "now"), ("", "ended", "done")):
+        store.direct({"phase": phase, "mode": "stop"})
+        store.commit()
+        facts = facts_of(run_dir)
+        assert facts.state == state
+        assert {each.name: each.state for each in facts.phases}["practise"] == place
+    store.close()
+
+
 def test_cameras_are_shown_as_small_images_and_a_state_as_lines(spec, tmp_path):
     seen = dataclasses.replace(spec, observation={STATE: Feature((8,)), CAMERA: Feature((96, 160, 3), "uint8")})
     blind, sees = found(begin(tmp_path / "blind"), spec), begin(tmp_path / "sees")

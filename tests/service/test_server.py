@@ -380,12 +380,15 @@ def test_an_operators_command_is_acknowledged_and_reaches_the_learner(server, jo
     until(lambda: server.ask(m.Sync(0, 0)).commands == [[1, "goto", "practise"]])
 
 
-def test_the_end_of_a_run_leaves_no_episode_open(serve, act, tmp_path):
+@pytest.mark.parametrize(("phase", "closed"), [("", 1), ("rest", 0)], ids=["run", "phase"])
+def test_the_end_of_a_run_leaves_no_episode_open_and_a_phase_that_sends_the_actors_home_does(
+    serve, act, tmp_path, phase, closed
+):
     server = serve()
     actor = act(server)
     actor.push(0, make_segment("e0"))
     actor.told(1)
-    server.direct(mode="stop")
+    server.direct(mode="stop", phase=phase)
     server.close()
     (episode,) = oracle.whole(tmp_path / "run/store").episodes.values()
-    assert (episode["steps"], episode["closed"], episode["truncated"], episode["final"]) == (4, 1, 1, 0)
+    assert (episode["steps"], episode["closed"], episode["truncated"], episode["final"]) == (4, closed, closed, 0)
