@@ -178,9 +178,9 @@ class Learner:
     def _advance(self) -> None:
         """If the phase has ended, do its on_end actions and go on to the next one."""
         self._obey()
-        before, directives = self.state.phase, self.state.at.directives
+        before, at = self.state.phase, self.state.at
         actions = self.state.advance(self._progress())
-        if self.state.phase is not before:
+        if self.state.at is not at:  # `goto` may begin the same phase again
             assert before is not None
             self._fed = clock.monotonic()
             self._show(before)  # with the metrics of its last updates
@@ -188,7 +188,7 @@ class Learner:
             self.server.presence.begin_phase()
             self.publisher.settle(self.state.updates)  # the next phase begins with what this one published
             if before.actors.mode == "evaluate":
-                self._evaluated(before, directives)
+                self._evaluated(before, at.directives)
             ended = unrepeated(before.name)
             self.monitor.write("person", self.state.updates, {"phase": before.name, **self.person_time()})
             for action, source in actions:
@@ -196,7 +196,7 @@ class Learner:
             if ("checkpoint", None) not in actions:  # a kill must not take the run back into a phase
                 self.checkpoint(ended)  # that the actors have left
         self._direct()
-        if self.state.phase is not before:
+        if self.state.at is not at:
             self._drop_early_next()
 
     def person_time(self) -> dict[str, Any]:

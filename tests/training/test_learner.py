@@ -258,6 +258,16 @@ def test_an_operators_command_is_carried_out_once_over_all_restarts(server, live
 
 
 @pytest.mark.slow
+def test_goto_to_the_phase_under_way_ends_it_and_begins_it_again(server, live, connect):
+    life = live(server, plan_of(practise=phase(until="operator", on_end=["publish"]))).begin()
+    until(lambda: len(life.made) > 20)
+    published = life.learner.publisher.version["version"]
+    connect(server).command("goto", "practise")
+    until(lambda: life.learner.publisher.version["version"] > published)
+    until(lambda: life.learner.state.at.updates < life.updates - 20)
+
+
+@pytest.mark.slow
 def test_next_that_is_said_while_its_phase_ends_by_itself_skips_no_other_one(server, live, connect, monkeypatch):
     plan = plan_of(one=phase(until="updates >= 5"), two=phase(until="operator"), three=phase(until="operator"))
     clients, checkpoint = [], learner.Learner.checkpoint
