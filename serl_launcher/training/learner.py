@@ -231,10 +231,14 @@ class Learner:
             log.info("fit_normalizer: %s: the normalisers stay those of from=%s", source, self._origin)
         elif action == "fit_normalizer":
             assert source is not None
-            await_rows(self.sources, source, self._turn, lambda: bool(self.server.commands) or self._is_stopped())
-            if self._is_stopped() and not self.sources.size(source)[0]:
+            await_rows(self.sources, source, self._turn, self._is_to_stop)
+            if self._is_to_stop() and not self.sources.size(source)[0]:
                 raise _Stopped
             self.ranks.set_statistics(statistics(self.sources, source))
+
+    def _is_to_stop(self) -> bool:
+        """Return whether the run is stopped, or a person says `stop`. Other commands wait: they end no run."""
+        return self._is_stopped() or any(name == "stop" for _, name, _ in self.server.commands)
 
     def _turn(self) -> None:
         """Let actors go on, and hear of what they bring, while no update can be made."""

@@ -62,7 +62,7 @@ def _broken(buffer: ReplayBuffer) -> Iterator[tuple[int, str]]:
 def await_rows(
     sources: ReplayMixture, name: str, turn: Callable[[], None], is_interrupted: Callable[[], bool]
 ) -> None:  # fmt: skip
-    """While a source or view is empty and a person's word may fill it, make turns until it does, or a command comes."""
+    """While a source or view is empty and a person's word may fill it, make turns until it does, or is interrupted."""
     is_told = False
     while not sources.size(name)[0] and sources.may_fill(name) and not is_interrupted():
         if not is_told:

@@ -375,3 +375,22 @@ def test_the_scale_of_actions_and_states_is_fitted_to_the_source_that_the_plan_n
     assert means
     for mean in means:
         np.testing.assert_allclose(mean, fitted["mean"][STATE], rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [False, True])
+def test_while_a_scale_waits_for_a_persons_word_only_stop_ends_the_run(serve, tmp_path, live, connect, caplog, stops):
+    fit = phase(data={"demo": 1.0}, until="operator", on_end=[{"fit_normalizer": "good"}])
+    server = serve(tmp_path / "run", practise=0)
+    life = live(server, plan_of(practise=fit, rest=phase(until="operator"))).begin()
+    client = connect(server)
+    client.push(make_segment("mine", ends="terminated", directive=client.state.directive["number"], phase="practise"))
+    until(lambda: life.learner.sources.size("online")[1])
+    for command in ("next", "hold", *["stop"] * stops):
+        client.command(command)
+    if stops:
+        life.end()
+        return
+    until(lambda: len(commands(server.run_dir)) == 2 and "holds no step until a person judges" in caplog.text)
+    client.push(Outcome("mine", True))
+    until(lambda: life.phase == "rest" and life.learner.state.at.held)
