@@ -307,6 +307,9 @@ class PlanState:
         if self.bucket and progress:
             before = state["phase"]["pace"]
             self.bucket.resume(before and Pace(**before), self._env_steps(progress), self.at.updates)
+        now, then = self.phase and self.phase.evaluate, state["phase"].get("evaluate")
+        if now and now.unit != (then or {}).get("unit"):  # it was counted in another unit, if at all
+            self.at.evaluated_at = int(self._count(now.unit, progress or Progress()))
 
     def _enter(self, name: str | None, progress: Progress, *, evaluates: bool = False) -> None:
         self.at = PhasePosition(name, {}, evaluates=evaluates)

@@ -121,6 +121,23 @@ def test_a_phase_that_does_not_evaluate_any_more_goes_on_where_it_was():
         resumed(state, edited("phases.practise.start_when", "online.steps >= 9"))
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_an_evaluation_that_is_asked_for_in_another_unit_comes_at_the_next_multiple_of_it(within):
+    asked = ({every: 10, "until": "episodes >= 50"} for every in ("every_env_steps", "every_updates"))
+    mapping, other = (edited("phases.practise.evaluate", each) for each in asked)
+    state, now = at("practise", mapping=mapping), practise(350, online=350)
+    assert len(train(state, now)) == 8
+    state.advance(now)
+    state = resumed(state, other if within else mapping, now)
+    state.command("next")
+    state.advance(now)
+    state = resumed(state, other, now)
+    assert (state.advance(now), state.at.evaluates) == ([], False)
+    train(state, now := practise(352, online=350))
+    state.advance(now)
+    assert state.at.evaluates
+
+
 def test_a_checkpoint_in_a_phase_that_is_gone_is_refused():
     saved = at("practise").state_dict()
     with pytest.raises(ConfigError, match="no phase is called 'practise'"):
