@@ -23,6 +23,7 @@ from serl_client.spec import Spec
 from serl_launcher.config import saved
 from serl_launcher.datasets import recording, shards
 from serl_launcher.datasets.exporter import Exporter
+from serl_launcher.datasets.lerobot_api import read_from
 from serl_launcher.datasets.names import INSTALL, LEFT_OUT, MANIFEST
 from serl_launcher.replay.verdicts import rewards_of_run
 from serl_launcher.service.link import capacities, connect, wait_for_spec
@@ -73,10 +74,17 @@ def recorded(config: DictConfig) -> bool:
 
 
 def imported(run_dir: Path) -> dict[str, Any]:
-    """Return {source that a dataset fills: its words in the plan} with which a learner was last started here."""
+    """Return {source that a dataset fills: its words in the plan} with which a learner was last started here.
+
+    Their `dataset` is the place from which it was read, also where it was converted.
+    """
     config: Any = OmegaConf.to_container(saved(run_dir))
     sources = (config.get("plan") or {}).get("sources") or {}
-    return {name: words for name, words in sources.items() if words and words.get("dataset")}
+    filled = {name: words for name, words in sources.items() if words and words.get("dataset")}
+    return {
+        name: {**words, "dataset": str(read_from(words["dataset"], words.get("convert", False)))}
+        for name, words in filled.items()
+    }
 
 
 def _alone(folder: Path) -> IO[str]:
@@ -141,7 +149,8 @@ def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
             log.error("%s; nothing is recorded", error)
         run = link.welcome.run if link.welcome else ""
         kept = {name: steps for name, steps in capacities(link).items() if name in plan.capacities}
-        datasets = {name: source.dataset for name, source in plan.sources.items() if source.dataset}
+        filled = ((name, source.dataset, source.convert) for name, source in plan.sources.items())
+        datasets = {name: str(read_from(dataset, convert)) for name, dataset, convert in filled if dataset}
         exporter = Exporter(
             run_dir, run, spec, kept, names, config.export.episodes, made, verdict=plan.verdict, datasets=datasets
         )

@@ -51,8 +51,9 @@ def dataset_at(source: PlanSource) -> Dataset | RobomimicFile:
         raise ConfigError("rename, crop, size, fps and convert are for datasets of LeRobot: leave them out")
     if is_file:
         return RobomimicFile(name)
-    is_old = source.convert and lerobot_api.is_old(Path(name))
-    return Dataset(lerobot_api.converted(Path(name)) if is_old else Path(name), source.change)
+    if (folder := lerobot_api.read_from(name, source.convert)) != Path(name):
+        lerobot_api.converted(Path(name))
+    return Dataset(folder, source.change)
 
 
 def open_datasets(plan: Plan) -> dict[str, Dataset | RobomimicFile]:

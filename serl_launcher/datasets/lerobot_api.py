@@ -134,13 +134,20 @@ def is_old(folder: Path) -> bool:
     return False
 
 
+def read_from(dataset: str | Path, convert: bool) -> Path:
+    """Return the place from which a plan's dataset is read. With `convert`, one of v2.1 is read from the folder beside
+    it that `converted` makes."""
+    place = Path(dataset)
+    return place.resolve().with_name(f"{place.resolve().name}-v3.0") if convert and is_old(place) else place
+
+
 def converted(folder: Path) -> Path:
-    """Let lerobot convert a dataset of v2.1; return the new folder, beside it: `NAME-v3.0`. It may be there already.
+    """Let lerobot convert a dataset of v2.1; return the new folder, as `read_from` does. It may be there already.
 
     The dataset itself is only read: the converter gets links to its files, because it moves what it has converted.
     Raises ConfigError if it fails, with the converter's last line, and if it cannot be written.
     """
-    target = folder.resolve().with_name(f"{folder.resolve().name}-v3.0")
+    target = read_from(folder, convert=True)
     aside = target.with_name(f"{target.name}.part")
     if target.exists():
         return target

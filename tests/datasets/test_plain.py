@@ -23,7 +23,7 @@ from tests.shared.here import thread
 from tests.shared.tools import called, typed
 
 from .exporting import Run, needs_lerobot, opened
-from .lerobots import CAMERA
+from .lerobots import CAMERA, as_of_last_year
 
 pytestmark = [pytest.mark.usefixtures("quiet"), pytest.mark.slow, needs_lerobot]
 
@@ -97,6 +97,21 @@ def test_a_runs_own_episodes_are_merged_by_lerobot_with_the_dataset_that_it_bega
     assert called("data", "export", run.folder, "--plain", out)[0] == 1, "nothing is written over"
     made_of = plain.write(tmp_path / "good", [shard.folder for shard in online], imported(run.folder), True)
     assert (made_of.episodes, made_of.frames, made_of.failures) == (2, 28, 0)
+
+
+def test_a_dataset_that_was_converted_is_read_from_where_it_was_converted_to(tmp_path, made):
+    old = as_of_last_year(made["first"], tmp_path / "old")
+    first = Dataset(lerobot_api.converted(old))
+    run = Begun(tmp_path / "run", first, made["second"])
+    words = {"plan": {"sources": {"online": {"capacity": 400}, "demo": {"dataset": str(old), "convert": True}}}}
+    OmegaConf.save(OmegaConf.create(words), run.folder / "config.yaml")
+    run.store.close()
+    shutil.rmtree(run.folder / "datasets")
+    status, said = called("data", "export", run.folder, "--plain", tmp_path / "plain")
+    assert status == 0, said
+    assert f"merge ALL {first.folder} " in said
+    [shard] = (run.folder / "datasets/demo").iterdir()
+    assert np.array_equal(seen(shard), seen(first.folder)), "its videos were copied"
 
 
 def test_what_would_spoil_the_users_dataset_is_not_written(tmp_path, made, caplog):
