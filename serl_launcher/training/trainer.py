@@ -150,6 +150,6 @@ def summarise(learner: Learner, run_dir: Path) -> None:
         updates=learner.state.updates, wall_s=learner.wall_s, evaluations=evaluations, weights_sha256=version,
         dropped=round(learner.state.dropped), changes=learner.changes, person=learner.person_time(),
         curve=curve(counters, [phase.name for phase in phases if phase.actors.mode == "collect"]),
-        closing={phase.name for phase in itertools.takewhile(lambda phase: not phase.updates, reversed(phases))},
+        closing={phase.name for phase in itertools.takewhile(lambda phase: not phase.updates, [*phases][::-1])},
     )  # fmt: skip
     report.show([write(path) for path in files][-1], evaluated=bool(evaluations))
