@@ -20,7 +20,7 @@ log = throttled(__name__)
 
 UPDATE_S = 1.0
 SILENCE_S = 60.0  # after which the open episode of an actor with a simulated clock is truncated
-MISSING_S = 15.0  # longer than one large record takes over a slow link
+MISSING_S = 15.0  # until who is silent has left: longer than one large record takes over a slow link
 MISSING = 64  # actors that are named as missing: the last ones
 NAMED = 8  # actors that are named as those for whom an evaluation is
 
@@ -34,7 +34,8 @@ class StateUpdates:
         self.is_directed = False  # this learner has given a directive
         self.missing: dict[str, float] = {}  # actor -> when it was last seen
         self._heard: dict[str, float] = {}  # session of an open episode -> when its actor last spoke
-        self._next = 0.0
+        self._next, self._started = 0.0, clock.monotonic()
+        self._found = keeper.store.directives.newest if keeper.store else 0  # the directive of before this start
 
     def send(self) -> None:
         """Tell each client what it does not know, or everything if a second is over."""
@@ -62,8 +63,13 @@ class StateUpdates:
         )
 
     def deal(self) -> None:
-        """Let those who are here run an evaluation that is for nobody of them: who was to run it has left."""
+        """Let those who are here run an evaluation that is for nobody of them: who was to run it has left.
+
+        After a start of this server, those who were to run it have MISSING_S to connect again.
+        """
         if (store := self._keeper.store) is None or self._keeper.degraded:
+            return
+        if store.directives.newest == self._found and clock.monotonic() < self._started + MISSING_S:
             return
         try:
             store.deal(self.here)

@@ -85,6 +85,22 @@ def test_an_evaluation_is_for_those_who_were_there_and_for_others_only_once_all_
         until(lambda: (desk.hear(), desk.link.notice)[1].directive["mode"] == "evaluate")
 
 
+@pytest.mark.parametrize("seconds", [14.0, 15.0])
+def test_after_a_restart_an_evaluation_waits_a_while_for_those_who_had_it(serving, act, spec, clock, seconds):
+    server = serving()
+    act(server)
+    server.publish(b"weights")
+    server.direct(EVALUATION)
+    server.close()
+    again = serving()
+    with RawActor(again.address, spec, "desk", session="b" * 32, outbox="desk") as desk:
+        desk.welcome()
+        again.stop()
+        clock.advance(seconds)
+        again.server.updates.deal()
+    assert again.server.store.directives.dealt == {2: ["arm"] if seconds < 15 else ["arm", "desk"]}
+
+
 def test_an_actor_that_only_evaluates_does_nothing_else_and_nobody_else_does_its_evaluations(serving, spec, act):
     server = serving()
     arm, judge = act(server, "arm"), act(server, "judge/0", session="b" * 32, outbox="other", paced=True)
