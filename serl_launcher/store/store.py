@@ -232,15 +232,16 @@ class Store:
         return source
 
     def _stage_lost(self, state: Session, seq: int, lost: LostRecord) -> None:
-        """Note a record that its actor lost, and cut the actor's open episode, of which it may have been a part."""
+        """Note a record that its actor lost, and cut the actor's episode, of which it may have been a part."""
         reason = cleaned(lost.reason[:MAX_NAME])
         log.warning("record %d of %s is lost (%s)", seq, state.actor, reason)
         if len(self._staged_lost) >= GROUP_OUTCOMES:
             self.commit()
         reason = reason if self.lives.texts.takes(state.owner, reason) else ""
         self._staged_lost.append((state.session, seq, reason))
-        if episode := self.episodes.open.get(state.session):
+        if episode := self.episodes.continued(state):  # open, or closed from elsewhere
             episode.continued = True  # perhaps by the lost record: so a verdict is not about the last step here
+            self.episodes.changed[episode.id] = episode
         self.episodes.cut(state.session)
 
     def _stage_outcome(self, state: Session, seq: int, outcome: Outcome) -> None:
