@@ -163,9 +163,11 @@ class Intake:
     def _stage_record(self, peer: Peer, session: str, seq: int, record: QueuedRecord) -> bool:
         """Stage one record. False: it cannot be taken now, nor what follows it."""
         store, incoming = self._keeper.store, peer.incoming[session]
-        if store is None or self._keeper.degraded or incoming.full:
+        is_forgotten = store is not None and session not in store.sessions  # thousands have said Hello since
+        if store is None or self._keeper.degraded or incoming.full or is_forgotten:
             return False
-        self._check_owner(store, peer, session, record)
+        if seq >= store.expected(session):  # what has come before was looked at then
+            self._check_owner(store, peer, session, record)
         try:
             store.stage(session, seq, record)
             if self._keeper.is_suspicious:

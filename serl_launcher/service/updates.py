@@ -137,7 +137,8 @@ class StateUpdates:
         directive, steps = self.allowance
         if directive == number and steps is None:
             return None
-        made = store.sessions[peer.hello.session].steps
+        session = store.sessions.get(peer.hello.session)
+        made = session.steps if session else 0  # None: thousands have said Hello since, and it has brought nothing
         if directive != number or steps is None:
             return made  # the learner has not said yet how far we may go
         left = max(0, steps - store.phase_steps.get(store.directives[number]["phase"], 0))

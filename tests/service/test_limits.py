@@ -15,7 +15,7 @@ from serl_launcher.service import access, intake, peers
 from serl_launcher.service.peers import Peer, cost
 from serl_launcher.service.router import Router
 from serl_launcher.service.server import Server
-from serl_launcher.store import sessions
+from serl_launcher.store import episodes, sessions
 from serl_launcher.store.index import Index
 from serl_launcher.store.store import Store
 from tests.shared.clients import push_of
@@ -58,10 +58,10 @@ class Turns:
         frames = [bytes(frame) for frame in m.encode(message)]
         self.server._take(self.server.public, zmq.Frame(b"client %d" % client), frames)
 
-    def hello(self, client, session=None, earlier=()):
+    def hello(self, client, session=None, earlier=(), paced=False):
         name = f"arm/{client}"
         self.say(client, m.Hello(m.PROTOCOL, "actor", name, session or session_of(client), f"box of {name}", "",
-                                 self.spec.to_dict(), earlier))  # fmt: skip
+                                 self.spec.to_dict(), earlier, paced))  # fmt: skip
 
     def push(self, client, *records, begin=0):
         self.say(client, push_of(session_of(client), *records, begin=begin))
@@ -156,6 +156,16 @@ def test_more_than_the_window_holds_is_not_kept_and_asked_for_again(turns, monke
     turns.push(0, *outcomes(50), begin=950)
     turns.work()
     assert (turns.got(0, m.Ack)[-1].expected, turns.got(0, m.Ack)[-1].resend) == (reached, True)
+
+
+def test_an_outcome_that_comes_again_is_no_outcome_more_of_its_episode(turns, monkeypatch):
+    monkeypatch.setattr(episodes, "MOST_OUTCOMES", 3)
+    monkeypatch.setattr(access, "OPEN", replace(access.OPEN, role="actor"))
+    turns.welcome(0)
+    for _ in range(2):
+        turns.push(0, *[Outcome("e0", True)] * 3)
+        turns.work()
+    assert not turns.got(0, m.Failed)
 
 
 def test_a_push_holds_no_more_in_several_arrays_than_in_one(turns, monkeypatch):
@@ -265,6 +275,21 @@ def test_lives_without_a_record_are_forgotten_and_the_others_are_not(turns, monk
     places = [state.position for state in turns.store.sessions.values()]
     assert len(set(places)) == len(places)
     assert max(places) == 100
+
+
+def test_an_actor_whose_life_was_forgotten_is_told_of_the_run_like_the_others(turns, monkeypatch):
+    """Also where a record of it waits for its turn."""
+    monkeypatch.setattr(sessions, "EMPTY", 1)
+    turns.store.direct({"into": "online", "phase": "practise", "mode": "collect", "paced": True})
+    turns.hello(0, paced=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(access, "RECORDS", 0)
+        turns.push(0, *outcomes(1))
+    turns.welcome(1)
+    turns.work()
+    turns.server.updates.send()
+    assert not turns.got(0, m.Failed)
+    assert [turns.got(client, m.StateUpdate)[-1].step_limit for client in (0, 1)] == [0, None]
 
 
 def test_closing_what_is_over_looks_at_one_outbox_only(turns):
