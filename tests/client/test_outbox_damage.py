@@ -7,6 +7,7 @@ import pytest
 from serl_client import Outcome, messages, wire
 from serl_client import outbox as module
 from serl_client.episode import LostRecord
+from serl_client.send_queue import SendQueue
 
 MIB = 1 << 20
 SESSION = "e" * 32
@@ -102,6 +103,20 @@ def test_a_record_that_is_damaged_after_it_was_written_is_found_when_the_learner
     assert outbox.pending == (0, 0)
     assert list(outbox.folder.glob("*.records")) == []
     assert list(outbox.folder.glob("*.damaged"))
+
+
+def test_the_steps_of_what_is_damaged_are_counted_once_the_learner_has_heard_of_it(opened, make_segment, spec):
+    queue = SendQueue(outbox := opened(), SESSION, spec)
+    for record in episode(make_segment, "a"):
+        queue.put(record)
+    queue.move_to_outbox()
+    queue.resume([[SESSION, 0]], MIB)
+    assert len(list(queue.pushes())) == 1
+    damage(outbox, 1)
+    queue.acknowledge(messages.Ack(SESSION, 1, resend=True))
+    assert (queue.lost_steps, lost(outbox)) == (0, [1, 3])
+    queue.acknowledge(messages.Ack(SESSION, 4))
+    assert queue.lost_steps == 4
 
 
 def test_what_follows_a_lost_record_is_lost_too_though_it_is_in_memory(opened, make_segment, monkeypatch):

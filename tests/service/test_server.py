@@ -375,6 +375,14 @@ def test_a_paced_actor_gets_its_share_of_the_steps_and_no_more(server, join):
     until(lambda: client.state.step_limit is None)
 
 
+def test_steps_that_are_lost_are_taken_off_a_paced_actors_count(server, join):
+    client = connected(join(server, paced=True, told=False))
+    server.ask(m.Direct({"phase": "practise", "mode": "collect", "into": "online", "paced": True}, 4))
+    name = own_name(client, 0)
+    push_all(client, [changed(make_segment(name), STATE, np.nan), make_segment(name, start=4, ends="terminated")])
+    until(lambda: client.state.step_limit == 8 + 4)
+
+
 def test_an_operators_command_is_acknowledged_and_reaches_the_learner(server, join):
     join(server).command("goto", "practise")
     until(lambda: server.ask(m.Sync(0, 0)).commands == [[1, "goto", "practise"]])

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from serl_client import messages as m
-from serl_client.connection import Connection, tcp
+from serl_client.connection import Connection, inference_at, tcp
 from serl_client.errors import ConfigError, Timeout, VersionMismatch
 from serl_client.identity import undelivered
 from serl_client.keys import Key, known_as
 from serl_client.lockfile import holder
-from serl_client.network import inference_at
 from serl_client.outbox import Outbox
 from serl_client.reach import Look, look, look_at, unwelcome
 from serl_client.spec import Spec

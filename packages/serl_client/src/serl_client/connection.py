@@ -7,6 +7,7 @@ import logging
 import socket
 from collections import deque
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -248,6 +249,16 @@ class Connection(Closing):
 def tcp(host: str, port: object) -> str:
     """Return the address of a TCP port. A literal IPv6 address gets the brackets that it needs."""
     return f"tcp://[{host.strip('[]')}]:{port}" if host.count(":") > 1 else f"tcp://{host}:{port}"
+
+
+def inference_at(said: str, learner: str, port: int | None) -> str:
+    """Return the address that answers questions: the learner's own words, `said`, or this port of its host.
+
+    learner: the address by which it is reached from here, whose host stands for a `*`.
+    """
+    if said and (port or urlsplit(said).hostname == "*"):
+        return tcp(urlsplit(learner).hostname or "", port or urlsplit(said).port)
+    return said
 
 
 def resolved(address: str) -> str:

@@ -9,14 +9,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import zmq
 
 import serl_client.clock as clock
 import serl_client.messages as m
-from serl_client.connection import SILENCE, Connection, failure, is_local, tcp
+from serl_client.connection import SILENCE, Connection, failure, inference_at, is_local
 from serl_client.driving import RemoteDriver
 from serl_client.errors import ConfigError, Ended, MessageError, Refused, Replaced, TrainerError, VersionMismatch
 from serl_client.keys import Key
@@ -335,15 +334,18 @@ class Network(threading.Thread):
             log.warning("the learner acknowledges %s", said, extra={"is_shown": True})
         self._change(
             directive=notice.directive if is_newer else before.directive, degraded=notice.degraded,
-            step_limit=notice.step_limit if self._paced else None,
+            step_limit=self._limited(notice.step_limit),
         )  # fmt: skip
         if self.weights:
             self.weights.offer(notice.weights)
 
     def _acknowledged(self, ack: m.Ack) -> None:
         self.send_queue.acknowledge(ack)
-        if self._paced:
-            self._change(step_limit=ack.step_limit)
+        self._change(step_limit=self._limited(ack.step_limit))
+
+    def _limited(self, steps: int | None) -> int | None:
+        """Return how many steps this session may make, if the learner may get so many of it."""
+        return steps + self.send_queue.lost_steps if self._paced and steps is not None else None
 
     def _answered(self, act: m.InferenceResponse) -> None:
         extras = dict(act.arrays)
@@ -388,13 +390,3 @@ class Network(threading.Thread):
             self._commanded, self.ended = 0, (-1, "")
         if failed.request == PULL and self.weights:
             self.weights.pause()
-
-
-def inference_at(said: str, learner: str, port: int | None) -> str:
-    """Return the address that answers questions: the learner's own words, `said`, or this port of its host.
-
-    learner: the address by which it is reached from here, whose host stands for a `*`.
-    """
-    if said and (port or urlsplit(said).hostname == "*"):
-        return tcp(urlsplit(learner).hostname or "", port or urlsplit(said).port)
-    return said

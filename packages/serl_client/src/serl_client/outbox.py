@@ -131,6 +131,10 @@ class Outbox:
         left = [(file.end - self._first(file), file.size - file.size_below(self._first(file))) for file in files]
         return sum(records for records, _ in left), sum(size for _, size in left)
 
+    def lost(self, session: str) -> set[int]:
+        """Return the numbers of the unacknowledged records in whose place a LostRecord is sent."""
+        return {seq for file in self._files if file.session == session for seq in file.lost}
+
     def append(self, session: str, seq: int, record: Sequence[wire.Buffer]) -> bool:
         """Write one encoded record. If that fails, return False, with the reason in `fault`."""
         size = sum(len(part) for part in record)

@@ -45,6 +45,8 @@ class SendQueue:
         self._flying: deque[tuple[int, int]] = deque()  # (end, bytes) of each Push without an Ack
         self._heard = 0.0  # when the last Ack came
         self._window = 0
+        self._steps: deque[tuple[int, int]] = deque()  # (seq, steps) of the records in the outbox without an Ack
+        self.lost_steps = 0  # of this session that the learner never gets
         self._named: Collection[str] = ()  # the sessions that this connection may bring
         self.needs_hello = False  # another connection has to name what is next
         self._cut = ""  # the episode that goes on no more, since a segment of it could not be taken
@@ -109,6 +111,7 @@ class SendQueue:
                 return False
             self._encoded = None
             self._queue.popleft()
+            self._steps.append((self._written, 0 if isinstance(record, Outcome) else len(record)))
             self._spooled_bytes += size
             self._written += 1
         return bool(self._queue)
@@ -122,6 +125,7 @@ class SendQueue:
         if isinstance(record, Outcome):
             return record
         if record.start and record.episode == self._cut:
+            self.lost_steps += len(record)
             return LostRecord("its episode lacks an earlier record")
         try:
             record.check(self._spec)
@@ -129,6 +133,7 @@ class SendQueue:
             text = f"{record.episode} ends before row {record.start}: {error}"
             log.warning("%s", text)
             self._cut = record.episode
+            self.lost_steps += len(record)
             if not isinstance(error, NotFinite):
                 self.error = self.error or TrainerError(f"a segment does not fit the Spec, so {text}")
             return LostRecord(str(error)[:MAX_NAME])
@@ -153,7 +158,7 @@ class SendQueue:
                     f"its store lost data. Start it with a newer copy of the run's folder, or this actor with another "
                     f"run_dir=...; nothing was deleted from {self._outbox.folder}"
                 )
-            self._outbox.acknowledge(session, seq)
+            self._drop(session, seq)
 
     def pushes(self) -> Iterator[Push]:
         """Yield the Push messages that fit the send window. Raises OSError if the outbox cannot be read.
@@ -183,7 +188,7 @@ class SendQueue:
 
     def acknowledge(self, ack: Ack) -> None:
         """Take in that records are durable at the server, or that the server wants them again."""
-        self._outbox.acknowledge(ack.session, ack.expected)
+        self._drop(ack.session, ack.expected)
         if ack.session != self._sending:
             return
         if ack.resend:
@@ -194,6 +199,14 @@ class SendQueue:
             self._flying.popleft()
         self._next = max(self._next, ack.expected)
         self._heard = clock.monotonic()
+
+    def _drop(self, session: str, expected: int) -> None:
+        """Drop the records that are durable at the server. Count the steps of those for which a LostRecord was sent."""
+        lost = self._outbox.lost(session)
+        while session == self._session and self._steps and self._steps[0][0] < expected:
+            seq, steps = self._steps.popleft()
+            self.lost_steps += steps if seq in lost else 0
+        self._outbox.acknowledge(session, expected)
 
     def _rewind(self, session: str, seq: int) -> None:
         self._sending, self._next = session, seq
