@@ -295,11 +295,12 @@ class PolicyHost:
             if bad := episode.not_finite(own):
                 self._carries.forget(question.actor)  # it would keep what is not finite
                 text = f"step {question.ask.step}: {bad} of the policy (weights {self.version}) is not finite: ask anew"
-                answers.append(m.Failed("ServerFailed", text))
+                answers.append(m.Failed("ServerFailed", text, request=question.ask.request))
                 continue
             if carry is not None:
                 self._carries.keep(question.actor, question.owner, carry, i)
-            answers.append(m.InferenceResponse(question.ask.step, self.version, own, reset=begins))
+            asked = question.ask
+            answers.append(m.InferenceResponse(asked.step, self.version, own, reset=begins, request=asked.request))
         return answers
 
     def _decide(self, rows: Sequence[Question], explore: bool, carry: Carry) -> tuple[dict[str, Array], Carry]:

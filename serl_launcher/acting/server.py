@@ -7,7 +7,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,8 @@ class InferenceServer:
             answer = self._handle(request, frames, now)
         except Exception as error:
             answer = self._failures.answer(request, error)
+            if isinstance(request.message, m.InferenceRequest):
+                answer = replace(answer, request=request.message.request)
         if answer is not None:
             self._tell(identity.bytes, answer, request.owner.name if request.owner else "")
 

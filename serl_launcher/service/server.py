@@ -250,6 +250,11 @@ class Server:
         log.info("%s says %s %s %s", peer.hello.actor, command.name, command.argument, command.actor)
         if command.actor:
             return m.Done(self._pass_on(command))
+        if command.directive not in (0, given := self.keeper.ready.directives.newest):
+            raise Refused(
+                f"nothing was done: {command.name} was said about directive {command.directive}, and {given} is given"
+                " now: look, and say it again"
+            )
         return m.Done(self.keeper.ready.command(command.name, command.argument, peer.hello.actor))
 
     def _pass_on(self, command: m.Command) -> int:

@@ -136,12 +136,12 @@ def test_a_wrong_observation_of_one_actor_costs_the_others_nothing(inference, li
         with gathering(over_there, 2):
             one.send(ask(count, reset=count == 1))
             until(lambda: over_there.server._waiting)
-            bad.send(m.InferenceRequest(count, 0, False, False, "", WRONG[wrong]))
-            until(lambda: isinstance(bad.receive(), m.Failed))
+            bad.send(m.InferenceRequest(count, 0, False, False, "", WRONG[wrong], request=count))
+            assert until(bad.receive).request == count
             other.send(ask(count, reset=count == 1))
         for asker in (one, other):
             answer = receive(asker)
-            assert (answer.step, answer.arrays["action"][0, 0]) == (count, count)
+            assert (answer.step, answer.request, answer.arrays["action"][0, 0]) == (count, count, count)
     bad.send(ask(9, reset=True))
     assert receive(bad).step == 9
 
@@ -156,7 +156,7 @@ def test_who_would_get_a_number_that_is_not_finite_is_told_so_and_begins_anew_an
         assert receive(good).arrays["action"].tolist() == [[count + 1, count + 1]]
         if key == POISON:
             failed = until(bad.receive)
-            assert (failed.kind, failed.final) == ("ServerFailed", False)
+            assert (failed.kind, failed.final, failed.request) == ("ServerFailed", False, 1)
             assert failed.text == "step 1: action of the policy (weights 1) is not finite: ask anew"
         else:
             answer = receive(bad)

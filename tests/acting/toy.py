@@ -83,7 +83,8 @@ def observed(generator):
 
 
 def ask(step=0, *, seed=0, reset=False, explore=False, task="", key=0.0, **arrays):
-    return m.InferenceRequest(step, seed, reset, explore, task, {STATE: np.full(8, key, np.float32), **arrays})
+    arrays = {STATE: np.full(8, key, np.float32), **arrays}
+    return m.InferenceRequest(step, seed, reset, explore, task, arrays, request=step)
 
 
 def receive(link):

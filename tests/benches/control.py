@@ -141,7 +141,8 @@ def answer(_: Any, address: str) -> None:
         identity, *parts = router.recv_multipart(copy=False)
         message = m.decode([part.buffer for part in parts])
         if isinstance(message, m.InferenceRequest):
-            router.send_multipart([identity.bytes, *m.encode(m.InferenceResponse(message.step, 1, {"action": chunk}))])
+            said = m.InferenceResponse(message.step, 1, {"action": chunk}, request=message.request)
+            router.send_multipart([identity.bytes, *m.encode(said)])
 
 
 # -- the actor

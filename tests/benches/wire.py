@@ -64,7 +64,8 @@ class Stand:
             raise m.MessageError("the observation lacks something")
 
     def answer(self, questions: Sequence[Any]) -> list[m.InferenceResponse]:
-        return [m.InferenceResponse(each.ask.step, 1, {"action": CHUNK}) for each in questions]
+        asks = [each.ask for each in questions]
+        return [m.InferenceResponse(ask.step, 1, {"action": CHUNK}, request=ask.request) for ask in asks]
 
 
 def infer(_: Any, address: str, keys: Path | None = None) -> None:

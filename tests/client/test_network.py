@@ -101,6 +101,31 @@ def test_a_command_whose_answer_a_cut_has_taken_is_not_given_twice(learner, conn
     assert given == ["next", "hold"]
 
 
+def test_a_command_names_the_directive_that_it_is_about_and_one_that_a_cut_has_taken_undoes_no_other(learner, connect):
+    given = []
+    learner._command = lambda identity, command: given.append((command.name, command.directive))
+    client = connected(connect())
+    client.command("hold")
+    until(lambda: given)
+    learner.stop()
+    until(lambda: not client.connected)
+    client.command("next")
+    learner.start()
+    until(lambda: len(given) == 2)
+    assert (given, client.over) == ([("hold", 0), ("next", 1)], "next")
+
+
+def test_before_the_first_directive_next_is_about_nothing_and_stop_about_the_run(learner, connect, caplog):
+    learner.stop()
+    client = connect()
+    client.command("next")
+    client.command("stop")
+    learner.start()
+    until(lambda: client.state.directive["number"] and learner.hear(m.Command))
+    assert [command.name for command in learner.hear(m.Command)] == ["stop"]
+    assert (client.over, "`next` is dropped" in caplog.text) == ("stop", True)
+
+
 # -- questions
 
 
@@ -160,19 +185,20 @@ def test_an_answer_belongs_to_the_question_of_its_row_and_its_episode(silent, co
     client = connect()
     ask(client, 0)
     asked(silent, 0)
+    late = silent.act(0, version=1)
     client.forget()
     ask(client, 0, reset=True)
     asked(silent, 0, 0)
-    silent.say(silent.act(0, version=1))
+    silent.say(late)
     assert client.wait_answer(0, 0.3) is None
     silent.say(silent.act(0, version=2))
     assert client.wait_answer(0, PATIENCE).version == 2
-    for step in (3, 4):
+    for count in (3, 4):
         client.forget()
-        ask(client, step)
-        asked(silent, 0, 0, *range(3, step + 1))
-    silent.say(silent.act(4))  # 3, which is forgotten, is never answered
-    assert client.wait_answer(0, PATIENCE).step == 4
+        ask(client, 0)
+        asked(silent, *[0] * count)
+    silent.say(silent.act(0, version=4))  # the one before it, which is forgotten, is never answered
+    assert client.wait_answer(0, PATIENCE).version == 4
 
 
 def test_one_question_is_on_its_way_at_a_time_and_a_newer_one_replaces_the_one_that_waits(silent, client, monkeypatch):

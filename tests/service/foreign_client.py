@@ -1,4 +1,4 @@
-"""A client of the learner's protocol, version 18, written from docs/protocol.md alone.
+"""A client of the learner's protocol, version 19, written from docs/protocol.md alone.
 
 foreign_client.py ADDRESS NAME: pulls the newest weights, delivers one episode and prints one line of JSON. It keeps
 nothing of earlier lives.
@@ -111,6 +111,7 @@ class Client:
         self.kept, self.expected, self.sent = {}, 0, 0
         self.extras, self.history = {}, 1
         self.connection = self.asking = None
+        self.questions = 0
         self.state, self.answered, self.failures = {"directive": {}}, time.monotonic(), []
 
     def _greet(self, connection, address, timeout):
@@ -123,7 +124,7 @@ class Client:
             connection.send(
                 "Hello",
                 {
-                    "protocol": [18, 18],
+                    "protocol": [19, 19],
                     "role": "actor",
                     "actor": self.name,
                     "session": self.session,
@@ -219,6 +220,8 @@ class Client:
                 for dtype, shape, data in [array]
             }
         fields = {"step": step, "seed": seed, "reset": reset, "explore": explore, "task": task, "committed": 0}
+        self.questions += 1
+        fields["request"] = self.questions
         end, asked = time.monotonic() + timeout, False
         while (left := end - time.monotonic()) > 0:
             if self.asking is None or self.asking.heard == LOST:
@@ -226,10 +229,11 @@ class Client:
             if not asked:
                 self.asking.send("InferenceRequest", fields, arrays)
             (kind, answer, values), asked = self.asking.receive(min(0.5, left)), True
-            if kind == "InferenceResponse" and answer["step"] == step:
+            if kind == "InferenceResponse" and (answer["step"], answer.get("request")) == (step, self.questions):
                 return answer["version"], answer["reset"], values
-            if kind == "Failed" and self.failure(answer):
-                self.asking.heard = LOST
+            if kind == "Failed":
+                asked = answer.get("request") != self.questions
+                self.asking.heard = LOST if self.failure(answer) else self.asking.heard
         return None
 
     def weights(self, timeout=30.0):

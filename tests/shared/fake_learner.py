@@ -155,9 +155,11 @@ class FakeLearner:
         self._asker = identity
         return self.act(ask.step) if self.answers else None
 
-    @staticmethod
-    def act(step, version=1, length=1):
-        return m.InferenceResponse(step, version, {"action": np.full((length, 2), step / 1000, np.float32)})
+    def act(self, step, version=1, length=1):
+        """The answer to the latest question of this step."""
+        request = next((ask.request for ask in reversed(self.hear(m.InferenceRequest)) if ask.step == step), 0)
+        action = {"action": np.full((length, 2), step / 1000, np.float32)}
+        return m.InferenceResponse(step, version, action, request=request)
 
     def _command(self, identity, command):
         return m.Done(7, command.request)

@@ -1,5 +1,6 @@
 """Lets the control thread push records, and get actions, directives and the Spec. Only wait and drain wait."""
 
+import logging
 import os
 import select
 import sys
@@ -18,6 +19,8 @@ from serl_client.messages import Command, InferenceRequest
 from serl_client.network import Answer, Network, State
 from serl_client.outbox import Outbox
 from serl_client.spec import Array, Spec
+
+log = logging.getLogger(__name__)
 
 CAPACITY = 4 << 30  # bytes of the outbox
 SWITCH = 0.0005  # seconds until the control thread gets its turn; Python's default is 5 ms
@@ -103,8 +106,8 @@ class TrainerClient(Closing):
         self.check()
         self._asked += 1
         arrays = asked(self.spec, observation, previous_action, prefix)
-        question = InferenceRequest(step, seed, reset, explore, task, arrays, committed)
-        self._network.questions.append((self._asked, question))
+        question = InferenceRequest(step, seed, reset, explore, task, arrays, committed, self._asked)
+        self._network.questions.append(question)
         self._network.wake()
 
     def answer(self) -> Answer | None:
@@ -135,10 +138,14 @@ class TrainerClient(Closing):
         return newest if newest and newest[0] > newer_than else None
 
     def command(self, name: str, argument: str = "") -> None:
-        """Queue an operator's command to the plan; the log tells its result."""
+        """Queue an operator's command to the plan; the log tells its result. `next` is about the present directive."""
+        number = self.state.directive["number"]
+        if name == "next" and not number:
+            log.warning("`next` is dropped, because the learner has named no phase yet")
+            return
         if name in ("next", "stop"):
-            self._network.ended = self.state.directive["number"], name
-        self._network.commands.append(Command(name, argument))
+            self._network.ended = number, name
+        self._network.commands.append(Command(name, argument, directive=number if name == "next" else 0))
         self._network.wake()
 
     def words(self) -> Iterator[Command]:
@@ -151,7 +158,7 @@ class TrainerClient(Closing):
         """Return `next` or `stop` if that was said here under the current directive, also to a learner that is away.
         Empty: it was not, or the learner has refused it."""
         number, name = self._network.ended
-        return name if number == self.state.directive["number"] else ""
+        return name if max(number, self._network.first) == self.state.directive["number"] else ""
 
     @property
     def refusal(self) -> str:

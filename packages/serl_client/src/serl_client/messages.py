@@ -18,7 +18,7 @@ from serl_client.errors import MessageError, VersionMismatch
 from serl_client.names import check_names, cleaned
 from serl_client.spec import Array
 
-PROTOCOL = (18, 18)  # the oldest and the newest version spoken here
+PROTOCOL = (19, 19)  # the oldest and the newest version spoken here
 MAX_REPORT = 8192
 WORDS = ("ready", "pause", "resume", "success", "failure", "discard")  # of a Command to an actor
 MAX_EARLIER = 64  # sessions that a Hello names besides its own
@@ -44,10 +44,8 @@ class Hello:
 @dataclass(frozen=True, slots=True)
 class StateUpdate:
     """Tells a client what is valid now; the server sends it on each change and every second, as its heartbeat.
-
     `directive` {number, phase, mode, ...}; `weights` {version, sha256, size} or empty; `step_limit` is how many
-    steps this session may have made in all (None: no limit); `degraded` is the reason why nothing is acknowledged.
-    """
+    steps this session may have made in all (None: no limit); `degraded` is the reason why nothing is acknowledged."""
 
     directive: Mapping[str, Any]
     weights: Mapping[str, Any]
@@ -99,14 +97,12 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """Asks for the action at step `step`.
-
-    `reset`: the carry begins anew. `seed` names the noise of this decision, so that any host draws the same. `task` is
-    what to do, in words: the prompt of a policy that reads one. Raises MessageError for one that is too long.
+    """Asks for the action at step `step`. `request`: a number that the answer repeats. `reset`: the carry begins anew.
+    `seed` names the noise of this decision, so that any host draws the same. `task` is what to do, in words: the prompt
+    of a policy that reads one. Raises MessageError for one that is too long.
     `arrays`: each observation, [...] or, where Welcome.history is more than 1, [history, ...]; after step 0
     `previous_action` [A]; perhaps `prefix` float32 [R, A], what is left of the chunk under way, from step `step` on.
-    `committed`: how many rows of it the robot will have executed when the answer is due; 0 without a prefix.
-    """
+    `committed`: how many rows of it the robot will have executed when the answer is due; 0 without a prefix."""
 
     step: int
     seed: int
@@ -115,6 +111,7 @@ class InferenceRequest:
     task: str
     arrays: Mapping[str, Array]
     committed: int = 0
+    request: int = 0
 
     def __post_init__(self) -> None:
         check_names("a question's task", self.task, error=MessageError)
@@ -122,13 +119,14 @@ class InferenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class InferenceResponse:
-    """Answers the InferenceRequest of step `step`: arrays {"action": [H, A], extras}, made with weights `version`.
+    """Answers the InferenceRequest `request`, of step `step`: arrays {"action": [H, A], extras}, by weights `version`.
     `reset`: a policy that remembers earlier steps began anew, because it was asked to, or had lost them."""
 
     step: int
     version: int
     arrays: Mapping[str, Array]
     reset: bool = False
+    request: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,13 +239,15 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Carries an operator's command to the plan: next, hold, resume, goto, stop. With `actor` it is one of WORDS, which
-    that actor gets with the number of Done as `request`, and reports as `heard`: docs/protocol.md. Answered by Done."""
+    """Carries an operator's command to the plan: next, hold, resume, goto, stop. `directive`: the one that it is about,
+    the newest; 0: none. With `actor` it is one of WORDS, which that actor gets with the number of Done as `request`,
+    and reports as `heard`: docs/protocol.md. Answered by Done."""
 
     name: str
     argument: str = ""
     request: int = 0
     actor: str = ""
+    directive: int = 0
 
 
 @dataclass(frozen=True, slots=True)

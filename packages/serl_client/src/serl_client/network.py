@@ -83,11 +83,12 @@ class Network(threading.Thread):
         self.report: Mapping[str, Any] = {}
         self.error: TrainerError | None = None
         self.refusal = ""  # why no learner takes this client at present; it asks again
-        self.questions: deque[tuple[int, m.InferenceRequest]] = deque(maxlen=1)  # (number, question): the latest wins
-        self.answers: deque[tuple[int, Answer]] = deque(maxlen=1)
+        self.questions: deque[m.InferenceRequest] = deque(maxlen=1)  # the latest wins
+        self.answers: deque[tuple[int, Answer]] = deque(maxlen=1)  # with the numbers of their questions
         self.commands: deque[m.Command] = deque()
         self.words: deque[m.Command] = deque(maxlen=16)  # what operators elsewhere have said to this actor
         self.ended = -1, ""  # number of a directive that the operator has ended, and by which command
+        self.first = 0  # number of the first directive; 0 before it
         is_certain = key is not None or is_local(address)  # that nobody but the learner sends us weights
         self.weights = WeightsFolder(weights_folder, verify=not is_certain) if weights_folder else None
         self.send_queue = SendQueue(outbox, self.session, spec)
@@ -101,14 +102,12 @@ class Network(threading.Thread):
         self._asked: deque[tuple[int, int]] = deque(maxlen=64)  # (number, step) of the questions that were sent
         self._asked_at = self._asked_since = self._beaten_at = 0.0  # since: the first that is not answered
         self._commands, self._commanded = PULL, 0  # the latest number of a command; that of the one on its way
-        self._is_moving = self._misfit_told = False
         self._complaint = ""
-        self._closing = self._is_in = False  # in: both sides of this connection have agreed
+        self._is_moving = self._misfit_told = self._closing = self._is_in = False  # in: both sides have agreed
         self._handlers = {
             m.Welcome: self._welcomed, m.StateUpdate: self._noticed, m.Ack: self._acknowledged,
-            m.InferenceResponse: self._answered,
-            m.WeightsChunk: self._weights_came, m.Done: self._done, m.Failed: self._failed,
-            m.Command: self._heard, m.Drive: self._driven,
+            m.InferenceResponse: self._answered, m.WeightsChunk: self._weights_came, m.Done: self._done,
+            m.Failed: self._failed, m.Command: self._heard, m.Drive: self._driven,
         }  # fmt: skip
 
     def wake(self) -> None:
@@ -250,10 +249,10 @@ class Network(threading.Thread):
             return
         if self._asked and clock.monotonic() < self._asked_at + PATIENCE:
             return
-        number, question = self.questions.pop()
+        question = self.questions.pop()
         if self._inference.send(question):
             self._asked_since = self._asked_since if self._asked else clock.monotonic()
-            self._asked.append((number, question.step))
+            self._asked.append((question.request, question.step))
             self._asked_at = clock.monotonic()
 
     def _send(self) -> None:
@@ -314,8 +313,7 @@ class Network(threading.Thread):
         if self.weights:
             self.weights.restart()
         if self._commanded:
-            log.warning("the link broke before the learner answered to %s: give it again", self.commands.popleft().name)
-            self._commanded, self.ended = 0, (-1, "")
+            log.warning("the link broke before the learner answered to %s: give it again", self._take_back())
         address = inference_at(welcome.inference, self.server.address, self._inference_port)
         if self._inference is None or self._inference.address != address:
             if self._inference:
@@ -329,6 +327,7 @@ class Network(threading.Thread):
     def _noticed(self, notice: m.StateUpdate) -> None:
         before = self.state
         is_newer = notice.directive and notice.directive["number"] >= before.directive["number"]
+        self.first = self.first or (notice.directive["number"] if is_newer else 0)
         if notice.degraded != before.degraded:
             said = f"nothing: {notice.degraded}" if notice.degraded else "again"
             log.warning("the learner acknowledges %s", said, extra={"is_shown": True})
@@ -353,16 +352,20 @@ class Network(threading.Thread):
         if action.ndim != 2 or action.shape[1:] != self._robot.action.shape or not np.isfinite(action).all():
             raise MessageError(f"actions should be finite and [H, {self._robot.action.shape[0]}]")
         self._asked_since = clock.monotonic()
-        while self._asked:
-            number, step = self._asked.popleft()
-            if step == act.step:
-                self.answers.append((number, Answer(step, act.version, action, extras, act.reset)))
-                self._tell()
-                return
+        if self._close_questions(act.request) == act.step:
+            self.answers.append((act.request, Answer(act.step, act.version, action, extras, act.reset)))
+            self._tell()
 
     def _unanswered(self, failed: m.Failed) -> None:
         self._complain(f"the inference process: {failed.text}")
-        self._asked.clear()
+        self._close_questions(failed.request)
+
+    def _close_questions(self, request: int) -> int | None:
+        """Wait no more for the answers up to this one. Return the step of its question; None: nobody waits for it."""
+        step = dict(self._asked).get(request)
+        while self._asked and (self._asked[0][0] <= request or not request):
+            self._asked.popleft()
+        return step
 
     def _weights_came(self, chunk: m.WeightsChunk) -> None:
         if self.weights:
@@ -372,6 +375,12 @@ class Network(threading.Thread):
         if done.request and done.request == self._commanded:
             log.info("the learner has taken %s as number %d", self.commands.popleft().name, done.value)
             self._commanded = 0
+
+    def _take_back(self) -> str:
+        """Forget the command on its way, as the learner has not taken it: it has ended nothing. Return its name."""
+        name, self._commanded = self.commands.popleft().name, 0
+        self.ended = (-1, "") if self.ended[1] == name else self.ended
+        return name
 
     def _heard(self, word: m.Command) -> None:
         self.words.append(word)
@@ -386,7 +395,6 @@ class Network(threading.Thread):
             raise failure(failed)
         self._complain(f"the learner: {failed.text}")
         if failed.request and failed.request == self._commanded:
-            self.commands.popleft()
-            self._commanded, self.ended = 0, (-1, "")
+            self._take_back()
         if failed.request == PULL and self.weights:
             self.weights.pause()
