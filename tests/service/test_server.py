@@ -388,15 +388,6 @@ def test_an_operators_command_is_acknowledged_and_reaches_the_learner(server, jo
     until(lambda: server.ask(m.Sync(0, 0)).commands == [[1, "goto", "practise"]])
 
 
-def test_a_command_about_another_directive_than_the_newest_is_refused_and_not_carried_out(server, act):
-    actor = act(server)
-    newest = server.direct(phase="another")
-    actor.link.send(m.Command("next", directive=newest - 1))
-    assert f"next was said about directive {newest - 1}, and {newest} is given now" in actor.refused()
-    actor.link.send(m.Command("next", directive=newest))
-    until(lambda: server.ask(m.Sync(0, 0)).commands == [[1, "next", ""]])
-
-
 @pytest.mark.parametrize(("phase", "closed"), [("", 1), ("rest", 0)], ids=["run", "phase"])
 def test_the_end_of_a_run_leaves_no_episode_open_and_a_phase_that_sends_the_actors_home_does(
     serve, act, tmp_path, phase, closed

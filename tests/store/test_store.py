@@ -151,17 +151,15 @@ def test_a_name_of_an_outcome_is_refused_and_the_reason_of_a_loss_is_cleaned_so_
     assert reason == f"its disk?[2J {'x' * 300}"[:200]
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_no_verdict_is_about_the_last_step_before_what_was_lost(made, is_cut):
-    """Also where its episode was closed from elsewhere before."""
-    made.stage("A", 0, make_segment("e0"))
-    if is_cut:
-        made.close_open()
-    made.stage("A", 1, LostRecord("its disk"))
-    made.stage("A", 2, make_segment("e1", ends="terminated"))
-    made.stage("A", 3, LostRecord("its disk"))
+def test_no_verdict_is_about_the_last_step_before_what_was_lost(made):
+    lost = LostRecord("its disk")
+    records = make_segment("e0"), lost, make_segment("e1", ends="terminated"), lost, make_segment("e2")
+    for seq, record in enumerate(records):
+        made.stage("A", seq, record)
+    made.close_open()  # from elsewhere, before the loss is known
+    made.stage("A", 5, lost)
     made.commit()
-    assert [made.index.episode(name).continued for name in ("e0", "e1")] == [1, 0]
+    assert [made.index.episode(name).continued for name in ("e0", "e1", "e2")] == [1, 0, 1]
 
 
 @pytest.mark.parametrize("how", ["the end of the run", "an operator", "silence"])
