@@ -87,7 +87,7 @@ class Network(threading.Thread):
         self.answers: deque[tuple[int, Answer]] = deque(maxlen=1)  # with the numbers of their questions
         self.commands: deque[m.Command] = deque()
         self.words: deque[m.Command] = deque(maxlen=16)  # what operators elsewhere have said to this actor
-        self.ended = -1, ""  # number of a directive that the operator has ended, and by which command
+        self.ended: tuple[int, str] = -1, ""  # number of a directive that the operator has ended, by which command
         self.first = 0  # number of the first directive; 0 before it
         is_certain = key is not None or is_local(address)  # that nobody but the learner sends us weights
         self.weights = WeightsFolder(weights_folder, verify=not is_certain) if weights_folder else None
