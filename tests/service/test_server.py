@@ -389,9 +389,7 @@ def test_an_operators_command_is_acknowledged_and_reaches_the_learner(server, jo
 
 
 @pytest.mark.parametrize(("phase", "closed"), [("", 1), ("rest", 0)], ids=["run", "phase"])
-def test_the_end_of_a_run_leaves_no_episode_open_and_a_phase_that_sends_the_actors_home_does(
-    serve, act, tmp_path, phase, closed
-):
+def test_the_end_of_a_run_leaves_no_episode_open_and_that_of_a_phase_does(serve, act, tmp_path, phase, closed):
     server = serve()
     actor = act(server)
     actor.push(0, make_segment("e0"))
