@@ -46,8 +46,8 @@ class StageKeys:
                 events.append("success")
         return events
 
-    def forget(self) -> None:
-        self._operator.forget()
+    def forget(self, *, hands_back: bool = True) -> None:
+        self._operator.forget(hands_back=hands_back)
 
     def legend(self, keys: Mapping[str, str]) -> dict[str, str]:
         """Return what the keys do, for the console: `keys`, and those of stages."""

@@ -79,6 +79,7 @@ class Guard:
     def hold(self) -> None:
         """Hold, as if the actor had said so."""
         self._motion.hold()
+        self._lead.stays = True
 
     def leave(self) -> None:
         """Send the last set point, which holds the arm. Raises RobotFault if the driver fails."""
@@ -92,6 +93,8 @@ class Guard:
             said = f"{request.kind} came {age:.2f} s after it was sent: the guard was stopped or starved"
             self._motion.fail("guard", said)
             return
+        if request.kind in ("hold", "target", "home", "return_home", "follow"):
+            self._lead.stays = request.kind == "hold"
         with self._failing():
             self._handlers[request.kind](request)
 

@@ -24,6 +24,7 @@ class Lead:
     def __init__(self, arm: Arm, limits: Limits, tick: float) -> None:
         self._arm, self._tick, self._limiter = arm, tick, Limiter(replace(limits, box=None), arm.tool)
         self.state, self._is_on = LIMP, False
+        self.stays = False  # it goes no farther than it is, as its robot holds; a touch counts as ever
         self._point: Array | None = None  # the newest set point [J]; None: the next one is where the motors hold it
         self._apart = 0  # consecutive ticks off its way
 
@@ -45,6 +46,8 @@ class Lead:
                 self._relax()
             elif wanted is None:
                 self._point = None  # its motors may be switched off before it goes on
+            elif self._point is None and self.stays:
+                return
             elif self._point is None:
                 self._is_on, self._apart = True, 0
                 self._point = self._checked(self._arm.enable_leader())
@@ -52,7 +55,7 @@ class Lead:
                 self.state = TOUCHED
                 self._relax()
             else:
-                self._point = self._limiter.step(self._point, wanted, self._tick)
+                self._point = self._limiter.step(self._point, self._point if self.stays else wanted, self._tick)
                 self._arm.lead(self._point.copy())
         except RobotFault as fault:
             raise RobotFault(f"leader arm: {fault}", fault.kind) from None

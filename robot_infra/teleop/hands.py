@@ -70,7 +70,7 @@ class Hands:
         self._begins = False  # nobody drives this demonstration yet
         self._has_moved = False  # any device, since the latest poll
         self._fault: RobotFault | None = None
-        self._drives, self._is_latched = True, False  # latched: only a toggle hands back
+        self._drives = self._is_latched = False  # latched: only a toggle hands back
         self._touched, self._wished, self._gripper = 0.0, 0.0, 0
 
     demonstrates = True
@@ -94,14 +94,14 @@ class Hands:
         self._set_driver(False, is_led=not demonstrate)
         self._begins = demonstrate
 
-    def forget(self) -> None:
+    def forget(self, *, hands_back: bool = True) -> None:
         """Forget motions that were begun before now: a leader arm that stands has not moved, wherever it stands.
 
-        Whoever drove has handed back, so that a leader arm that follows comes to its robot until it is touched.
+        hands_back: nobody drives any more, so that a leader arm that follows comes to its robot until it is touched.
         """
         for device in self._devices:
             device.forget()
-        if self._drives:
+        if hands_back:
             self._set_driver(False)
 
     def poll(self) -> list[str]:

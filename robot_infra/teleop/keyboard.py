@@ -90,7 +90,7 @@ class Keyboard:
         self._read()
         return _emptied(self._motions)
 
-    def forget(self) -> None:
+    def forget(self, *, hands_back: bool = True) -> None:
         """Forget motion keys that were pressed before now: they were meant for what came before."""
         self._read()
         self._motions.clear()

@@ -136,9 +136,10 @@ def is_old(folder: Path) -> bool:
 
 def read_from(dataset: str | Path, convert: bool) -> Path:
     """Return the place from which a plan's dataset is read. With `convert`, one of v2.1 is read from the folder beside
-    it that `converted` makes."""
+    it that `converted` makes, also once that of v2.1 is gone."""
     place = Path(dataset)
-    return place.resolve().with_name(f"{place.resolve().name}-v3.0") if convert and is_old(place) else place
+    made = place.resolve().with_name(f"{place.resolve().name}-v3.0")
+    return made if convert and (is_old(place) or (made.exists() and not place.exists())) else place
 
 
 def converted(folder: Path) -> Path:

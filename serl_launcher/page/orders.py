@@ -72,7 +72,8 @@ def command(local: str, order: str, phase: str) -> str:
         if (now := status.report["directive"].get("phase", "")) != phase:
             raise Refused(f"nothing was done, look again: the phase is {now or 'before the first one'!r} now")
         try:
-            done: Any = link.call(m.Command(COMMANDS[order]), ANSWER_S)
+            about = status.report["directive"].get("number", 0) if order == "next" else 0
+            done: Any = link.call(m.Command(COMMANDS[order], directive=about), ANSWER_S)
         except (Timeout, Disconnected) as error:
             raise Timeout(f"{order} may be lost, nobody acknowledged it ({error}): look before you repeat it") from None
         finally:

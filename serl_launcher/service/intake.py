@@ -299,4 +299,4 @@ class Intake:
                 incoming.full = ""
             for session in peer.living:
                 if session in store.sessions:
-                    peer.send(m.Ack(session, store.expected(session), True))
+                    peer.send(m.Ack(session, store.expected(session), True, self._updates.step_limit(peer)))

@@ -250,10 +250,12 @@ class Server:
         log.info("%s says %s %s %s", peer.hello.actor, command.name, command.argument, command.actor)
         if command.actor:
             return m.Done(self._pass_on(command))
-        if command.directive not in (0, given := self.keeper.ready.directives.newest):
+        directives = self.keeper.ready.directives
+        phase, now = (directives.get(number, {}).get("phase") for number in (command.directive, directives.newest))
+        if command.directive and phase != now:
             raise Refused(
-                f"nothing was done: {command.name} was said about directive {command.directive}, and {given} is given"
-                " now: look, and say it again"
+                f"nothing was done: {command.name} was said about phase {phase}, and it is {now} now: look, and say it"
+                " again"
             )
         return m.Done(self.keeper.ready.command(command.name, command.argument, peer.hello.actor))
 

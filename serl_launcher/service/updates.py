@@ -68,6 +68,7 @@ class StateUpdates:
         After a start of this server, those who were to run it have MISSING_S to connect again.
         """
         if (store := self._keeper.store) is None or self._keeper.degraded:
+            self._started = clock.monotonic()  # until then nobody could connect again
             return
         if store.directives.newest == self._found and clock.monotonic() < self._started + MISSING_S:
             return

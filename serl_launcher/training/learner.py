@@ -120,6 +120,7 @@ class Learner:
             if not self._update():
                 self.server.link.wait(SYNC_S)
             self._tell()
+            self.keeper.turn(self.state.updates, self._state)
         if self.state.phase is None:
             self._farewell()
         elif self.keeper.schedule.cost >= 1:
@@ -229,19 +230,24 @@ class Learner:
             self._publish()
         elif action == "fit_normalizer" and self._origin:
             log.info("fit_normalizer: %s: the normalisers stay those of from=%s", source, self._origin)
-        elif action == "fit_normalizer":
-            assert source is not None
-            await_rows(self.sources, source, self._turn, self._is_to_stop)
-            if self._is_to_stop() and not self.sources.size(source)[0]:
-                raise _Stopped
-            self.ranks.set_statistics(statistics(self.sources, source))
+        elif source is not None:
+            self._fit(source)
 
-    def _is_to_stop(self) -> bool:
-        """Return whether the run is stopped, or a person says `stop`. Other commands wait: they end no run."""
-        return self._is_stopped() or any(name == "stop" for _, name, _ in self.server.commands)
+    def _fit(self, source: str) -> None:
+        """Fit the normalisers, once there are rows; not if the plan ends before that."""
+        await_rows(self.sources, source, self._turn, lambda: self._is_stopped() or self._is_ending())
+        if self.sources.size(source)[0] or not (self._is_stopped() or self._is_ending()):
+            self.ranks.set_statistics(statistics(self.sources, source))
+        elif self._is_stopped():
+            raise _Stopped
+        else:
+            log.warning("fit_normalizer: %s holds no step as the plan ends: nothing was fitted", source)
+
+    def _is_ending(self) -> bool:
+        return self.state.phase is None or any(name == "stop" for _, name, _ in self.server.commands)
 
     def _turn(self) -> None:
-        """Let actors go on, and hear of what they bring, while no update can be made."""
+        """Let actors go on, and hear of what they bring, while a normaliser waits: no state of now could be resumed."""
         self._is_starved = True
         self.server.link.wait(SYNC_S)
         self._hear()
@@ -252,7 +258,9 @@ class Learner:
         result = evaluation(self.counters, directives, self.publisher.version["version"], phase.episodes)
         if not self.ranks.still_published():
             raise RetakeError(f"the weights that {phase.name} ran are not the trained ones")
-        name = phase.name if phase.name in self.state.plan.phases else f"{phase.name}@{self.state.updates}"
+        is_first = phase.name in [*self.evaluations][:1]  # that of before training stays
+        alone = self.state.plan.closing if is_first else self.state.plan.phases
+        name = phase.name if phase.name in alone else f"{phase.name}@{self.state.updates}"
         self.evaluations.pop(name, None)
         told = {"phase": phase.name, "updates": self.state.updates, "weights_sha256": self.publisher.version["sha256"]}
         self.evaluations[name] = result | told
@@ -285,8 +293,8 @@ class Learner:
             self.state.did_direct(self.director.number)
 
     def _tell(self) -> None:
-        """Tell the step limit; none where actors have come to it and what an update needs has not. Write metrics,
-        console and a checkpoint when they are due."""
+        """Tell the step limit; none where actors have come to it and what an update needs has not. Write metrics and
+        console when they are due."""
         phase, progress = self.state.phase, self._progress()
         counts = progress.phases.get(phase.name if phase else "", PhaseCounts())
         made, limit = counts.env_steps, self.state.step_limit(progress)
@@ -297,7 +305,6 @@ class Learner:
             self.monitor.write_machines(self.server.clients, self.publisher.version, self.state.updates)
             self.server.link.send(m.Status())  # its answer tells of the person's time, and of the machines
         self.publisher.turn()
-        self.keeper.turn(self.state.updates, self._state)
 
     def _publish(self) -> None:
         self.publisher.publish(self.state.updates)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import takewhile
 
 from serl_client.errors import ConfigError
 from serl_client.spec import IMAGES
@@ -227,6 +228,11 @@ class Plan:
     def outline(self) -> list[str]:
         """The names of the phases without the later repetitions: a plan of another outline is another plan."""
         return [name for name in self.phases if name.partition(TIME)[2] in ("", "1")]
+
+    @property
+    def closing(self) -> set[str]:
+        """The names of the phases behind the last one that trains."""
+        return {phase.name for phase in takewhile(lambda phase: not phase.updates, reversed([*self.phases.values()]))}
 
     def repeats(self, name: str) -> bool:
         """Return whether this is one of the phases that are repeated."""

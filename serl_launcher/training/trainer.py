@@ -1,7 +1,6 @@
 """Runs the trainer process: the parent of several ranks, or rank 0 with the Learner, or a rank that obeys rank 0."""
 
 import functools
-import itertools
 import logging
 import os
 import sys
@@ -150,6 +149,6 @@ def summarise(learner: Learner, run_dir: Path) -> None:
         updates=learner.state.updates, wall_s=learner.wall_s, evaluations=evaluations, weights_sha256=version,
         dropped=round(learner.state.dropped), changes=learner.changes, person=learner.person_time(),
         curve=curve(counters, [phase.name for phase in phases if phase.actors.mode == "collect"]),
-        closing={phase.name for phase in itertools.takewhile(lambda phase: not phase.updates, [*phases][::-1])},
+        closing=learner.state.plan.closing,
     )  # fmt: skip
     report.show([write(path) for path in files][-1], evaluated=bool(evaluations))

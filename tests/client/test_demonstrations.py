@@ -111,8 +111,10 @@ def test_pause_next_and_a_new_directive_are_obeyed_while_it_waits(client, spec, 
     presses = {3: ["pause"], 6: ["ready"], 7: ["moved"], 9: ["next"], 20: ["pause"]}  # two looks a turn in a pause
     client.script = {f"wait {n}": lambda: drivers.append(status.driver) for n in range(1, 14)}
     client.script["wait 14"] = lambda: client.direct("collect", number=2)
-    run(env, client, operator=Demonstrator(presses, running_clock), status=status, episodes=1)
+    person = Demonstrator(presses, running_clock)
+    run(env, client, operator=person, status=status, episodes=1)
     assert drivers == [*[BEGIN] * 3, *["PAUSED"] * 8, *[BEGIN] * 2]
+    assert (person.asked, env.stops) == ([True, *[False] * 8, True], 2), "nothing is led in a pause"
     assert client.commands == ["next"]
     (episode,) = client.episodes
     assert (episode.stamp.directive, episode.intervened.any(), env.teleops) == (2, False, [False])

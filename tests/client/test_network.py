@@ -73,10 +73,12 @@ def test_a_failure_of_another_message_leaves_the_operators_command_and_the_weigh
     learner.say(m.Failed("ServerFailed", "a message that nobody could read"))
     learner.say(m.Done(5, request=78))
     until(lambda: "nobody could read" in caplog.text)
-    assert (client._network.commands[0].name, client._network.weights._pull is None) == ("next", False)
+    assert (client.over, client._network.weights._pull is None) == ("next", False)
     learner.say(m.Done(7, given[0].request))
     until(lambda: "next as number 7" in caplog.text)
-    assert not client._network.commands
+    client.command("hold")
+    until(lambda: len(given) == 2)
+    assert [command.name for command in given] == ["next", "hold"]
 
 
 def test_weights_wait_a_little_when_their_request_failed(learner, connect, tmp_path):

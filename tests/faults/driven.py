@@ -65,7 +65,7 @@ class _Person:
             raise Stopped
         return ["ready"]
 
-    def forget(self) -> None:
+    def forget(self, *, hands_back: bool = True) -> None:
         """They have no device."""
 
 

@@ -254,6 +254,20 @@ def test_a_gripper_key_that_was_pressed_in_a_pause_acts_at_no_later_takeover(clo
     assert hands.read(np.array([0, 0, 0, 1], np.float32)).tolist() == [0.5, 0, 0, 1]
 
 
+def test_a_leader_comes_where_a_question_begins_and_stays_in_the_hand_that_took_it(monkeypatch):
+    robot, led = Follower(), []
+    monkeypatch.setattr(robot, "lead", lambda *, follows: led.append(follows))
+    hands = Hands([Leader(robot), Scripted(Hand(words=["toggle"]))], robot.action, robot.space)
+    hands.forget()
+    hands.look()
+    hands.forget(hands_back=False)  # somebody has paused meanwhile
+    hands.reset(0, demonstrate=True)
+    assert led == [True, False]
+    hands.forget()
+    hands.reset(0, demonstrate=False)
+    assert led == [True, False, True, True]
+
+
 def test_each_demonstration_waits_until_the_leader_moves_wherever_it_stands(spec):
     robot = Follower()
     hands = Hands([Leader(robot), Scripted(*[Hand()] * 20)], robot.action, robot.space)

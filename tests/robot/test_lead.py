@@ -167,6 +167,26 @@ def test_while_the_arm_has_a_fault_its_leader_stays_where_it_is_and_then_begins_
     assert (np.abs(arm.told[before + 1] - goal - 0.01) <= SPEED / (FPS * TICKS) + A_BIT).all()
 
 
+def test_while_its_robot_holds_it_goes_no_farther_and_a_touch_counts_as_ever(make):
+    robot, arm = make()
+    robot.lead(follows=True)
+    go(robot, 3)
+    stood = arm.goal
+    robot.stop()
+    for _ in range(20):
+        robot.guard._guard.servo()
+    np.testing.assert_array_equal(arm.goal, stood)
+    assert np.abs(arm.goal - arm.at).max() > 0.1, "it was on its way"
+    go(robot, 60)
+    np.testing.assert_allclose(arm.goal, arm.at)
+    robot.stop()
+    arm.hand = 1.1 * TOUCH * TRACKING
+    for _ in range(TOUCH_TICKS):
+        robot.guard._guard.servo()
+    robot.observe()
+    assert robot.leader == TOUCHED
+
+
 def test_a_hand_over_in_a_fault_lets_it_go_limp(make):
     robot, arm = make()
     robot.lead(follows=True)

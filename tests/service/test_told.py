@@ -101,12 +101,15 @@ def test_after_a_restart_an_evaluation_waits_a_while_for_those_who_had_it(servin
     assert again.server.store.directives.dealt == {2: ["arm"] if seconds < 15 else ["arm", "desk"]}
 
 
-def test_a_command_about_another_directive_than_the_newest_is_refused_and_not_carried_out(server, act):
+def test_a_command_about_another_phase_than_the_newest_is_refused_and_not_carried_out(server, act):
     actor = act(server)
-    newest = server.direct(phase="another")
-    actor.link.send(m.Command("next", directive=newest - 1))
-    assert f"next was said about directive {newest - 1}, and {newest} is given now" in actor.refused()
-    actor.link.send(m.Command("next", directive=newest))
+    before = server.direct(phase="before")
+    now = server.direct(phase="now")
+    server.direct(phase="now", paced=True)
+    for number, phase in ((before, "before"), (99, None)):
+        actor.link.send(m.Command("next", directive=number))
+        until(lambda phase=phase: f"next was said about phase {phase}, and it is now now" in actor.refused())
+    actor.link.send(m.Command("next", directive=now))
     until(lambda: server.ask(m.Sync(0, 0)).commands == [[1, "next", ""]])
 
 

@@ -95,8 +95,9 @@ class FakeClient:
         if self.error:
             raise self.error
 
-    def command(self, name, argument=""):
+    def command(self, name, argument="", *, seen=None):
         self.commands.append(name)
+        self.seen = seen
 
     def words(self):
         while self.said:
@@ -145,7 +146,7 @@ class Keys:
     has_terminal, demonstrates = True, False
 
     def __init__(self, presses, clock=None):
-        self.presses, self.looks, self.clock, self.pauses = presses, -1, clock, 0
+        self.presses, self.looks, self.clock, self.pauses, self.asked = presses, -1, clock, 0, []
 
     def poll(self):
         self.looks += 1
@@ -155,8 +156,8 @@ class Keys:
             self.pauses += 1
         return said
 
-    def forget(self):
-        """They have no device."""
+    def forget(self, *, hands_back=True):
+        self.asked.append(hands_back)
 
 
 class Desk:

@@ -13,6 +13,8 @@ from serl_launcher.training.person_time import PersonTime
 from serl_launcher.training.plan_reader import load_plan
 from serl_launcher.training.trainer import summarise
 
+from .life import Life, found, phase, plan_of
+
 NOTHING = {"env_steps": 0, "episodes": 0, "assisted": 0, "updates": 0, "wall_s": 0.0, "weights_sha256": ""}
 
 
@@ -162,3 +164,15 @@ def test_the_result_of_a_run_that_goes_on_and_is_stopped_is_none_from_before_tra
     assert (summary["before"], summary["eval"], [each["success"] for each in summary["during"]]) == (None, None, [0.94])
     baseline = ended(tmp_path, EVALUATE | CLONE, updates=4000, sha256="c", evaluated=1, of="b")
     assert baseline["before"]["success"] == 0.02
+
+
+def test_what_was_evaluated_before_training_stays_when_it_is_evaluated_again(tmp_path, spec):
+    evaluate = phase(updates=(), mode="evaluate", into="eval", until="episodes >= 1")
+    plan = plan_of(baseline=evaluate, practise=phase(until="updates >= 9"), final=evaluate)
+    learner = Life(found(tmp_path / "run", spec), None, spec, plan).learner
+    learner.ranks.published()
+    learner.publisher.version = {"version": 1, "sha256": ""}
+    for learner.state.updates, name in ((0, "baseline"), (5, "final"), (7, "baseline"), (9, "final")):
+        learner._evaluated(plan.phases[name], [1])
+    results = {name: result["updates"] for name, result in learner.evaluations.items()}
+    assert results == {"baseline": 0, "baseline@7": 7, "final": 9}

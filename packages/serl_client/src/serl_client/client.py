@@ -137,15 +137,12 @@ class TrainerClient(Closing):
         newest = self._network.weights.newest if self._network.weights else None
         return newest if newest and newest[0] > newer_than else None
 
-    def command(self, name: str, argument: str = "") -> None:
-        """Queue an operator's command to the plan; the log tells its result. `next` is about the present directive."""
-        number = self.state.directive["number"]
-        if name == "next" and not number:
-            log.warning("`next` is dropped, because the learner has named no phase yet")
-            return
-        if name in ("next", "stop"):
-            self._network.ended = number, name
-        self._network.commands.append(Command(name, argument, directive=number if name == "next" else 0))
+    def command(self, name: str, argument: str = "", *, seen: Mapping[str, Any] | None = None) -> None:
+        """Queue an operator's command to the plan; the log tells its result.
+
+        seen: the directive that its person sees, which `next` is about; None: the newest one.
+        """
+        self._network.commands.say(name, argument, seen or self.state.directive, self.state.directive)
         self._network.wake()
 
     def words(self) -> Iterator[Command]:
@@ -157,8 +154,8 @@ class TrainerClient(Closing):
     def over(self) -> str:
         """Return `next` or `stop` if that was said here under the current directive, also to a learner that is away.
         Empty: it was not, or the learner has refused it."""
-        number, name = self._network.ended
-        return name if max(number, self._network.first) == self.state.directive["number"] else ""
+        number, name = self._network.commands.ended
+        return name if number == self.state.directive["number"] else ""
 
     @property
     def refusal(self) -> str:

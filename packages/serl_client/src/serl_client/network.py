@@ -15,6 +15,7 @@ import zmq
 
 import serl_client.clock as clock
 import serl_client.messages as m
+from serl_client.commands import Commands
 from serl_client.connection import SILENCE, Connection, failure, inference_at, is_local
 from serl_client.driving import RemoteDriver
 from serl_client.errors import ConfigError, Ended, MessageError, Refused, Replaced, TrainerError, VersionMismatch
@@ -66,7 +67,7 @@ class Answer:
 class Network(threading.Thread):
     """Owns every socket and every file of a client.
 
-    The control thread writes `questions`, `commands`, `ended` and `report`, calls `wake`, and only reads the other
+    The control thread writes `questions`, `report` and, by `say`, `commands`, calls `wake`, and only reads the other
     attributes.
     `news` is an eventfd that this thread sets when there is something new to read.
     """
@@ -85,10 +86,8 @@ class Network(threading.Thread):
         self.refusal = ""  # why no learner takes this client at present; it asks again
         self.questions: deque[m.InferenceRequest] = deque(maxlen=1)  # the latest wins
         self.answers: deque[tuple[int, Answer]] = deque(maxlen=1)  # with the numbers of their questions
-        self.commands: deque[m.Command] = deque()
+        self.commands = Commands(PULL)
         self.words: deque[m.Command] = deque(maxlen=16)  # what operators elsewhere have said to this actor
-        self.ended: tuple[int, str] = -1, ""  # number of a directive that the operator has ended, by which command
-        self.first = 0  # number of the first directive; 0 before it
         is_certain = key is not None or is_local(address)  # that nobody but the learner sends us weights
         self.weights = WeightsFolder(weights_folder, verify=not is_certain) if weights_folder else None
         self.send_queue = SendQueue(outbox, self.session, spec)
@@ -101,7 +100,6 @@ class Network(threading.Thread):
         self._inference: Connection | None = None
         self._asked: deque[tuple[int, int]] = deque(maxlen=64)  # (number, step) of the questions that were sent
         self._asked_at = self._asked_since = self._beaten_at = 0.0  # since: the first that is not answered
-        self._commands, self._commanded = PULL, 0  # the latest number of a command; that of the one on its way
         self._complaint = ""
         self._is_moving = self._misfit_told = self._closing = self._is_in = False  # in: both sides have agreed
         self._handlers = {
@@ -267,10 +265,8 @@ class Network(threading.Thread):
                 self._send_all(self.remote.updates() if self.remote else ())
         except OSError as error:
             self._disk_failed(error)
-        if self.server.connected and self.commands and not self._commanded:
-            self._commands += 1
-            if self.server.send(dataclasses.replace(self.commands[0], request=self._commands)):
-                self._commanded = self._commands
+        if self.server.connected and (command := self.commands.to_send()) and self.server.send(command):
+            self.commands.sent()
         if self.server.connected and clock.monotonic() > self._beaten_at + BEAT:
             self._beat()
 
@@ -312,8 +308,8 @@ class Network(threading.Thread):
         self.send_queue.resume(welcome.expected, welcome.max_unacknowledged)
         if self.weights:
             self.weights.restart()
-        if self._commanded:
-            log.warning("the link broke before the learner answered to %s: give it again", self._take_back())
+        if lost := self.commands.take_back():
+            log.warning("the link broke before the learner answered to %s: look whether it was done", lost)
         address = inference_at(welcome.inference, self.server.address, self._inference_port)
         if self._inference is None or self._inference.address != address:
             if self._inference:
@@ -327,7 +323,6 @@ class Network(threading.Thread):
     def _noticed(self, notice: m.StateUpdate) -> None:
         before = self.state
         is_newer = notice.directive and notice.directive["number"] >= before.directive["number"]
-        self.first = self.first or (notice.directive["number"] if is_newer else 0)
         if notice.degraded != before.degraded:
             said = f"nothing: {notice.degraded}" if notice.degraded else "again"
             log.warning("the learner acknowledges %s", said, extra={"is_shown": True})
@@ -335,6 +330,7 @@ class Network(threading.Thread):
             directive=notice.directive if is_newer else before.directive, degraded=notice.degraded,
             step_limit=self._limited(notice.step_limit),
         )  # fmt: skip
+        self.commands.directed(before.directive, self.state.directive)
         if self.weights:
             self.weights.offer(notice.weights)
 
@@ -358,6 +354,7 @@ class Network(threading.Thread):
 
     def _unanswered(self, failed: m.Failed) -> None:
         self._complain(f"the inference process: {failed.text}")
+        self._asked_since = clock.monotonic()
         self._close_questions(failed.request)
 
     def _close_questions(self, request: int) -> int | None:
@@ -372,15 +369,7 @@ class Network(threading.Thread):
             self.weights.add(chunk)
 
     def _done(self, done: m.Done) -> None:
-        if done.request and done.request == self._commanded:
-            log.info("the learner has taken %s as number %d", self.commands.popleft().name, done.value)
-            self._commanded = 0
-
-    def _take_back(self) -> str:
-        """Forget the command on its way, as the learner has not taken it: it has ended nothing. Return its name."""
-        name, self._commanded = self.commands.popleft().name, 0
-        self.ended = (-1, "") if self.ended[1] == name else self.ended
-        return name
+        self.commands.done(done.request, done.value)
 
     def _heard(self, word: m.Command) -> None:
         self.words.append(word)
@@ -394,7 +383,6 @@ class Network(threading.Thread):
         if failed.final:
             raise failure(failed)
         self._complain(f"the learner: {failed.text}")
-        if failed.request and failed.request == self._commanded:
-            self._take_back()
+        self.commands.take_back(failed.request)
         if failed.request == PULL and self.weights:
             self.weights.pause()

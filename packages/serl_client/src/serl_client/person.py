@@ -33,8 +33,8 @@ class Operator(Protocol):
         """Return the events since the last call; never wait."""
         ...
 
-    def forget(self) -> None:
-        """Forget motions that were begun before now: the next question is about to be asked."""
+    def forget(self, *, hands_back: bool = True) -> None:
+        """Forget motions that were begun before now. hands_back: and nobody drives any more: a question begins."""
 
 
 class Person:
@@ -79,7 +79,8 @@ class Person:
             elif event in VERDICTS:
                 self.verdict = event
             elif event != self._client.over:  # said twice before the learner has heard it, next would skip a phase
-                self._client.command(event)
+                on_console = {"number": self._status.directive, "phase": self._status.phase}
+                self._client.command(event, seen=on_console)
         for word in self._client.words():
             self._status.heard = f"{word.request}{'' if self._takes(word) else ' late'}"
         if remote := self._client.remote:
@@ -105,7 +106,7 @@ class Person:
         """Forget what was said and moved before this question, also what nobody has read yet."""
         self.listen()
         if self._operator:
-            self._operator.forget()
+            self._operator.forget(hands_back=not self.is_paused)
         self._status.question += 1
         self.is_ready = self.has_moved = False
 

@@ -41,11 +41,12 @@ class SendQueue:
         self._put = self._put_bytes = 0  # written by the control thread only,
         self._written = self._spooled_bytes = 0  # and these by the network thread only
         self._encoded: Sequence[wire.Buffer] | None = None  # the first of the queue
+        self._is_lost = False  # it is a LostRecord, in place of what the actor pushed
         self._sending, self._next = "", 0  # the session that is on its way, and its next record
         self._flying: deque[tuple[int, int]] = deque()  # (end, bytes) of each Push without an Ack
         self._heard = 0.0  # when the last Ack came
         self._window = 0
-        self._steps: deque[tuple[int, int]] = deque()  # (seq, steps) of the records in the outbox without an Ack
+        self._steps: deque[tuple[int, int, bool]] = deque()  # (seq, steps, is lost) of records without an Ack
         self.lost_steps = 0  # of this session that the learner never gets
         self._named: Collection[str] = ()  # the sessions that this connection may bring
         self.needs_hello = False  # another connection has to name what is next
@@ -103,7 +104,9 @@ class SendQueue:
         while self._queue and self._spooled_bytes < begin + SPOOL_BYTES:
             record, size = self._queue[0]
             if self._encoded is None:
-                self._encoded = messages.encode_record(self._written, self._checked(record))
+                checked = self._checked(record)
+                self._encoded = messages.encode_record(self._written, checked)
+                self._is_lost = isinstance(checked, LostRecord)
             before = self.fault
             if not self._outbox.append(self._session, self._written, self._encoded):
                 if self.fault != before:
@@ -111,7 +114,7 @@ class SendQueue:
                 return False
             self._encoded = None
             self._queue.popleft()
-            self._steps.append((self._written, 0 if isinstance(record, Outcome) else len(record)))
+            self._steps.append((self._written, 0 if isinstance(record, Outcome) else len(record), self._is_lost))
             self._spooled_bytes += size
             self._written += 1
         return bool(self._queue)
@@ -125,7 +128,6 @@ class SendQueue:
         if isinstance(record, Outcome):
             return record
         if record.start and record.episode == self._cut:
-            self.lost_steps += len(record)
             return LostRecord("its episode lacks an earlier record")
         try:
             record.check(self._spec)
@@ -133,7 +135,6 @@ class SendQueue:
             text = f"{record.episode} ends before row {record.start}: {error}"
             log.warning("%s", text)
             self._cut = record.episode
-            self.lost_steps += len(record)
             if not isinstance(error, NotFinite):
                 self.error = self.error or TrainerError(f"a segment does not fit the Spec, so {text}")
             return LostRecord(str(error)[:MAX_NAME])
@@ -204,8 +205,8 @@ class SendQueue:
         """Drop the records that are durable at the server. Count the steps of those for which a LostRecord was sent."""
         lost = self._outbox.lost(session)
         while session == self._session and self._steps and self._steps[0][0] < expected:
-            seq, steps = self._steps.popleft()
-            self.lost_steps += steps if seq in lost else 0
+            seq, steps, is_lost = self._steps.popleft()
+            self.lost_steps += steps if is_lost or seq in lost else 0
         self._outbox.acknowledge(session, expected)
 
     def _rewind(self, session: str, seq: int) -> None:

@@ -105,10 +105,11 @@ class WayHome:
                 return False
             if begins:
                 self._env.look()  # so that devices that the robot sees are read anew, and as a sign of life
-            self.wait_as("PAUSED" if person.is_paused else why, holds=not begins)
+            was_paused = person.is_paused
+            self.wait_as("PAUSED" if was_paused else why, holds=was_paused or not begins)
             self.count_waiting(why)
-            if person.is_paused:
-                person.ask()  # what was said and moved in the pause begins nothing after it
+            if was_paused or person.is_paused:  # what was said and moved in the pause begins nothing after it
+                person.ask()
         return True
 
     def begin_waiting(self) -> None:
