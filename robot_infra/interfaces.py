@@ -168,8 +168,9 @@ class Device(Protocol):
         """Return what the person does now. Never blocks. Raises RobotFault if the device is gone."""
         ...
 
-    def forget(self) -> None:
-        """Forget motions that were begun before now."""
+    def forget(self, *, hands_back: bool) -> None:
+        """Forget motions that were begun before now. hands_back: and a leader arm may come to its robot; else it stays
+        where it is until the robot moves."""
 
     def hand_over(self, *, to_person: bool) -> None:
         """Take note of who drives from now on: the person, or the policy or nobody."""

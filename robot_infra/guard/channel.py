@@ -52,7 +52,7 @@ class Started:
 @dataclass(frozen=True, slots=True)
 class Request:
     """Asks for something: target, hold, home, return_home (through the waypoints), state, observe, recover, close, or
-    that the leader arm shall follow or let_go. `sent`: time.monotonic().
+    that the leader arm shall follow or let_go, or, while the arm holds, stay or come. `sent`: time.monotonic().
     """
 
     kind: str

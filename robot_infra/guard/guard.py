@@ -17,7 +17,15 @@ from robot_infra.guard.motion import HOME, Motion
 
 RELAXING = 1.0  # seconds, at most, until an arm that was blocked is led back to where it holds
 # Seconds after which it is not taken: its actor may have given up.
-OLD = {"target": 0.5, "follow": 0.5, "home": 5.0, "return_home": 5.0, "recover": 5.0}
+LEADER_STAYS = {
+    "hold": True,
+    "stay": True,
+    "come": False,
+    "target": False,
+    "home": False,
+    "return_home": False,
+}  # by what is asked for; else as before
+OLD = {"target": 0.5, "follow": 0.5, "come": 0.5, "home": 5.0, "return_home": 5.0, "recover": 5.0}
 READINGS, PAUSE = 10, 0.01  # of an arm before it may move, and seconds between two: who fails for a moment is found out
 
 
@@ -59,7 +67,7 @@ class Guard:
         self._handlers = {
             "target": self._track, "hold": self._hold, "home": self._go_home, "return_home": self._return_home,
             "state": self._hear, "observe": self._observe, "recover": self._recover, "close": self._hold,
-            "follow": self._follow, "let_go": self._let_go,
+            "follow": self._follow, "let_go": self._let_go, "stay": self._hear, "come": self._hear,
         }  # fmt: skip
 
     @property
@@ -93,8 +101,7 @@ class Guard:
             said = f"{request.kind} came {age:.2f} s after it was sent: the guard was stopped or starved"
             self._motion.fail("guard", said)
             return
-        if request.kind in ("hold", "target", "home", "return_home", "follow"):
-            self._lead.stays = request.kind == "hold"
+        self._lead.stays = LEADER_STAYS.get(request.kind, self._lead.stays)
         with self._failing():
             self._handlers[request.kind](request)
 

@@ -46,7 +46,7 @@ class Lead:
                 self._relax()
             elif wanted is None:
                 self._point = None  # its motors may be switched off before it goes on
-            elif self._point is None and self.stays:
+            elif self._point is None and self.stays and not self._is_on:
                 return
             elif self._point is None:
                 self._is_on, self._apart = True, 0

@@ -150,6 +150,12 @@ class GuardedRobot:
             with suppress(RobotFault):
                 self.guard.call("follow" if follows else "let_go")
 
+    def hold_leader(self, holds: bool) -> None:
+        """Let a leader arm that follows stay where it is until the robot moves, or come to it although it holds."""
+        if self._leads:
+            with suppress(RobotFault):
+                self.guard.call("stay" if holds else "come")
+
     def stop(self) -> None:
         """Hold now, also after a fault; without a guard there is nothing that could move."""
         with suppress(RobotFault):

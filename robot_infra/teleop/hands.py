@@ -89,20 +89,21 @@ class Hands:
         return {name: text for device in self._devices for name, text in device.legend.items()}
 
     def reset(self, seed: int, *, demonstrate: bool = True) -> None:
-        for device in self._devices:
-            device.forget()
         self._set_driver(False, is_led=not demonstrate)
+        for device in self._devices:
+            device.forget(hands_back=False)
         self._begins = demonstrate
 
     def forget(self, *, hands_back: bool = True) -> None:
         """Forget motions that were begun before now: a leader arm that stands has not moved, wherever it stands.
 
         hands_back: nobody drives any more, so that a leader arm that follows comes to its robot until it is touched.
+        Without it, as in a pause, one stays where it is.
         """
-        for device in self._devices:
-            device.forget()
         if hands_back:
             self._set_driver(False)
+        for device in self._devices:
+            device.forget(hands_back=hands_back)
 
     def poll(self) -> list[str]:
         """Return the events since the last poll, oldest first. The next `read` takes touches, and says which device is

@@ -186,7 +186,7 @@ class KeyboardDevice:
         held = {name: float(sign) for name, (sign, until) in self._pressed.items() if now < until and name != "gripper"}
         return Hand(held, gripper, words=words)
 
-    def forget(self) -> None:
+    def forget(self, *, hands_back: bool) -> None:
         self._keyboard.forget()
         self._pressed, self._read_at = {}, clock.monotonic()
 

@@ -51,8 +51,9 @@ class Leader:
         moved = bool((np.abs(positions - self._rest) > STILL * (action.high - action.low)).any())
         return Hand(positions=positions, words=["take over"] * is_touched, moved=moved or is_touched)
 
-    def forget(self) -> None:
+    def forget(self, *, hands_back: bool) -> None:
         self._rest = None
+        self._robot.hold_leader(not hands_back)
 
     def hand_over(self, *, to_person: bool) -> None:
         self._robot.lead(follows=not to_person)

@@ -34,7 +34,7 @@ class PageDevice:
             return Hand(words=words, moved=bool(motion or gripper))
         return Hand({name: share for name, share in motion.items() if share}, gripper, words=words)
 
-    def forget(self) -> None:
+    def forget(self, *, hands_back: bool) -> None:
         """Do nothing: what is held without a takeover only begins a demonstration."""
 
     def hand_over(self, *, to_person: bool) -> None:

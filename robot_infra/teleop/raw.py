@@ -27,7 +27,7 @@ class RawDevice:
             found.append(data)
         return found
 
-    def forget(self) -> None:
+    def forget(self, *, hands_back: bool) -> None:
         """Do nothing: an axis that is deflected counts from now on."""
 
     def hand_over(self, *, to_person: bool) -> None:

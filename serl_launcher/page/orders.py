@@ -73,6 +73,8 @@ def command(local: str, order: str, phase: str) -> str:
             raise Refused(f"nothing was done, look again: the phase is {now or 'before the first one'!r} now")
         try:
             about = status.report["directive"].get("number", 0) if order == "next" else 0
+            if order == "next" and not about:
+                raise Refused("nothing was done: there is no phase yet")
             done: Any = link.call(m.Command(COMMANDS[order], directive=about), ANSWER_S)
         except (Timeout, Disconnected) as error:
             raise Timeout(f"{order} may be lost, nobody acknowledged it ({error}): look before you repeat it") from None

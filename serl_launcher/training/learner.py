@@ -14,7 +14,7 @@ from serl_client import clock
 from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.console import Console
-from serl_client.errors import ConfigError, RetakeError
+from serl_client.errors import RetakeError
 
 from serl_launcher.replay.mixture import ReplayMixture, statistics
 from serl_launcher.replay.once import Seen
@@ -28,7 +28,7 @@ from serl_launcher.training.plan_state import ENDING, PhaseCounts, PlanState
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.training.rate_limiter import UNPACED
 from serl_launcher.training.server_sync import SYNC_S, Director, ServerSync
-from serl_launcher.training.tracing import Tracer, await_rows, sift
+from serl_launcher.training.tracing import Tracer, await_rows, check_filled, sift
 from serl_launcher.training.writers import CheckpointKeeper, Patience, Publisher
 from serl_launcher.types import Batch
 
@@ -117,6 +117,8 @@ class Learner:
         while self.state.phase is not None and not self._is_stopped():
             self._hear()
             self._advance()
+            if self._is_ending():
+                continue  # `stop` comes before another directive or update
             if not self._update():
                 self.server.link.wait(SYNC_S)
             self._tell()
@@ -143,6 +145,9 @@ class Learner:
         self._fed = clock.monotonic()
         for action, source in self.state.begin():
             self._do(action, source, "")
+        if self._is_ending():
+            self.state.at.begun = False
+            return False
         metrics, columns = self.ranks.update(name, batch)
         self._tracer.updated(name, batch, self.state.updates)
         if columns:
@@ -159,15 +164,8 @@ class Learner:
         """Raise ConfigError for an update that has waited long for data which nobody adds: imports ended before."""
         if phase is None or name is None or phase.update(name).order != RANDOM:
             self._fed = clock.monotonic()
-            return
-        fed = phase.actors.into if phase.actors.act else None
-        empty = [view for view in phase.update(name).data if not self.sources.size(view)[0]]
-        nobody = [view for view in empty if fed not in self.sources.views[view].of and not self.sources.may_fill(view)]
-        if nobody and clock.monotonic() > self._fed + HOPE_S:
-            raise ConfigError(
-                f"phase {phase.name} cannot go on: update {name} draws from {', '.join(nobody)}, which holds no step, "
-                "and no actor adds any in this phase. Import some, or let another phase collect them first"
-            )
+        elif clock.monotonic() > self._fed + HOPE_S:
+            check_filled(self.sources, phase, name)
 
     def _batch(self, update: Update) -> tuple[Batch | None, dict[str, Seen] | None]:
         """Return the batch of an update, None: there is none now, and with `order: once` what it has seen then."""
@@ -196,6 +194,8 @@ class Learner:
                 self._do(action, source, ended)
             if ("checkpoint", None) not in actions:  # a kill must not take the run back into a phase
                 self.checkpoint(ended)  # that the actors have left
+            if self.state.phase is not None and self._is_ending():
+                return
         self._direct()
         if self.state.at is not at:
             self._drop_early_next()

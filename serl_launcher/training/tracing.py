@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from serl_client.errors import ConfigError
 from serl_client.limits import LIMIT, Limits
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from serl_launcher.replay.buffer import ReplayBuffer
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.store.aside import REMEDY
 from serl_launcher.training.finite import Refusals
+from serl_launcher.training.plan import Phase
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.types import Batch
 
@@ -57,6 +59,18 @@ def _broken(buffer: ReplayBuffer) -> Iterator[tuple[int, str]]:
             else:
                 middle = (begin + end) // 2
                 parts += [(middle, end), (begin, middle)]
+
+
+def check_filled(sources: ReplayMixture, phase: Phase, name: str) -> None:
+    """Raise ConfigError if an update of this phase draws from what holds no step, and nobody adds any."""
+    fed = phase.actors.into if phase.actors.act else None
+    empty = [view for view in phase.update(name).data if not sources.size(view)[0]]
+    nobody = [view for view in empty if fed not in sources.views[view].of and not sources.may_fill(view)]
+    if nobody:
+        raise ConfigError(
+            f"phase {phase.name} cannot go on: update {name} draws from {', '.join(nobody)}, which holds no step, "
+            "and no actor adds any in this phase. Import some, or let another phase collect them first"
+        )
 
 
 def await_rows(

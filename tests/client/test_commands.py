@@ -31,8 +31,14 @@ def test_until_the_learner_has_heard_it_next_ends_each_directive_of_its_phase(co
     commands.directed(AGAIN, OTHER)
     assert commands.ended == (6, "next")
     commands.say("stop", "", ONE, OTHER)
+    commands.say("next", "", OTHER, OTHER)
+    for _ in range(3):
+        commands.sent()
+        commands.done(commands._number, 1)
     commands.directed(OTHER, {"number": 8, "phase": "c"})
-    assert commands.ended == (8, "stop"), "it is about the run"
+    assert commands.ended == (8, "stop"), "it is about the run, also once the learner has taken it"
+    commands.welcomed()
+    assert commands.ended == (-1, ""), "another learner has it"
 
 
 def test_what_the_learner_has_taken_ends_no_later_directive(commands):

@@ -2,10 +2,13 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from base64 import b64decode
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from serl_client.errors import ConfigError
 from serl_launcher.datasets import footage, lerobot_api, plain, shards
 from serl_launcher.datasets.export import export_run, imported
 from serl_launcher.datasets.reader import Dataset
-from tests.shared.common import STATE
+from tests.shared.common import PATIENCE, STATE
 from tests.shared.here import thread
 from tests.shared.tools import called, typed
 
@@ -55,6 +58,14 @@ def seen(folder):
     """What LeRobot shows of a dataset, [frames, C, H, W]."""
     dataset, _ = opened(folder)
     return np.stack([dataset[i][CAMERA].numpy() for i in range(len(dataset))])
+
+
+def diagnosed(folder):
+    """What lerobot-doctor, which is not of lerobot's house, says of a dataset: {check: severity}."""
+    doctor = [Path(sys.executable).with_name("lerobot-doctor"), "check", folder, "--json"]
+    said = subprocess.run(doctor, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert said.stdout, said.stderr
+    return {check["name"]: check["severity"] for check in json.loads(said.stdout)["checks"]}
 
 
 def test_an_imported_episode_keeps_its_video_and_what_went_twice_through_a_codec_says_so(tmp_path, made):
@@ -95,6 +106,8 @@ def test_a_runs_own_episodes_are_merged_by_lerobot_with_the_dataset_that_it_bega
         plain.check_same(episode, original, names)
     assert [episode.column(STATE)[0, 0] for episode in Dataset(out)] == [0, 1, 2]
     assert called("data", "export", run.folder, "--plain", out)[0] == 1, "nothing is written over"
+    for folder in (out, whole, *export_run(run.folder, 4)):
+        assert set(diagnosed(folder).values()) <= {"PASS", "WARN"}, "WARN: episodes are short, or stand still"
     made_of = plain.write(tmp_path / "good", [shard.folder for shard in online], imported(run.folder), True)
     assert (made_of.episodes, made_of.frames, made_of.failures) == (2, 28, 0)
 

@@ -125,6 +125,12 @@ def test_a_verdict_is_stored_before_it_is_acknowledged_also_on_a_running_episode
     assert "there is no episode" in browser.ask("order", order="success", about="e7")
 
 
+def test_before_the_first_phase_there_is_no_next(browse):
+    browser = browse()
+    browser.welcome()
+    assert "there is no phase yet" in browser.ask("order", order="next", about="")
+
+
 def test_a_command_names_its_phase_and_counts_once(served, browse, arm):
     browser = browse()
     browser.welcome()

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from robot_infra.drivers.urdf import Kinematics
 from robot_infra.sim.feetech import ENDS, FeetechBus
+from serl_launcher.config import composed
 from serl_launcher.datasets import plain
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.store.layout import INTERVENED
@@ -20,6 +22,7 @@ from tests.programs.people import FAULT, Person
 from tests.shared import oracle
 from tests.shared.common import TOOLS
 from tests.shared.plugins import publish
+from tools.checks.common import CONFIG
 
 pytest.importorskip("lerobot", reason="the extra `robots` is not installed: . examples/install.sh --extra robots")
 pytest.importorskip("scservo_sdk", reason="the extra `robots` is not installed: . examples/install.sh --extra robots")
@@ -35,6 +38,10 @@ def person(tmp_path):
 
 CAMERA = "+task.env.cameras.top={type:x_camera,width:64,height:48,fps:60,crop:[0,8,48,48],size:[16,16]}"
 FPS = ["task.env.fps=20", "task.env.servo_hz=40", "task.env.home_speed=1.0", "task.env.max_steps=400"]
+JOINTS = [
+    f"{name}.pos" for name in ("shoulder_pan", "shoulder_lift", "elbow_flex", "wrist_flex", "wrist_roll", "gripper")
+]
+ROUNDED = 0.001  # metres: a servo's counts of 0.09 degrees
 LIMIT = "{range:[-50,50],speed:100,jump:15,tracking:30}"
 
 
@@ -109,6 +116,28 @@ def test_an_so101_is_demonstrated_with_and_practised_with_by_words_alone(person,
     assert np.abs(np.diff(shoulder)).max() <= step, "no set point is faster than the limit"
     faults = person.said().count(FAULT)  # a busy machine hears a bus too late; an arm connected anew is off once
     assert all(servo.has_torque and servo.releases <= faults for servo in follower.servos.values())
+
+
+def test_an_so101_is_practised_with_by_its_tool_and_keys_within_its_box(person, so101):
+    words, follower, _ = ["task=so101_tool", *[word for word in so101[0][1:] if "leader" not in word]], *so101[1:]
+    person.practised(words)
+    found = oracle.whole(person.run_dir / "store")
+    driven = {"demo": [], "online": []}
+    for row in found.episodes.values():
+        steps = np.array([step.record for step in found.steps[row["number"]]])
+        assert np.abs(steps["action"]).max() <= 1
+        driven[row["source"]].append((steps["flags"] & INTERVENED > 0).mean())
+    assert min(driven["demo"]) == 1
+    assert 0 < max(driven["online"]) < 1
+    limits = composed(CONFIG, ["actor=true", *words]).task.env.limits.tool
+    low, high = np.transpose([limits[axis] for axis in "xyz"])
+    known = Kinematics({"urdf": "so101", "frame": "gripper_frame_link"}, dict.fromkeys(JOINTS, "deg"))
+    middles = [(end["range_min"] + end["range_max"]) / 2 for end in follower.calibration().values()]
+    points = np.transpose([[goal for _, goal in servo.goals] for servo in follower.servos.values()])
+    tools = np.array([known.tool(point) for point in (points - middles) * 360 / 4095])
+    is_in = ((tools >= low - ROUNDED) & (tools <= high + ROUNDED)).all(1)
+    assert is_in[is_in.argmax() :].all(), "once it had come into its box"
+    assert np.ptp(tools[is_in], axis=0).max() > 0.02, "it moved"
 
 
 def test_plugins_that_nobody_knew_are_found_driven_recorded_and_practised_with(person):

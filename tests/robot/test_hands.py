@@ -106,6 +106,9 @@ class Follower:
     def lead(self, *, follows):
         pass
 
+    def hold_leader(self, holds):
+        pass
+
     def __init__(self):
         self.seen = {"leader": np.array([50, 0], np.float32)}
 
@@ -256,16 +259,17 @@ def test_a_gripper_key_that_was_pressed_in_a_pause_acts_at_no_later_takeover(clo
 
 def test_a_leader_comes_where_a_question_begins_and_stays_in_the_hand_that_took_it(monkeypatch):
     robot, led = Follower(), []
-    monkeypatch.setattr(robot, "lead", lambda *, follows: led.append(follows))
+    monkeypatch.setattr(robot, "lead", lambda *, follows: led.append("follow" if follows else "let go"))
+    monkeypatch.setattr(robot, "hold_leader", lambda holds: led.append("stay" if holds else "come"))
     hands = Hands([Leader(robot), Scripted(Hand(words=["toggle"]))], robot.action, robot.space)
     hands.forget()
     hands.look()
     hands.forget(hands_back=False)  # somebody has paused meanwhile
     hands.reset(0, demonstrate=True)
-    assert led == [True, False]
+    assert led == ["follow", "come", "let go", "stay", "stay"]
     hands.forget()
     hands.reset(0, demonstrate=False)
-    assert led == [True, False, True, True]
+    assert led[5:] == ["follow", "come", "follow", "stay"], "until the robot moves"
 
 
 def test_each_demonstration_waits_until_the_leader_moves_wherever_it_stands(spec):

@@ -177,9 +177,17 @@ def test_while_its_robot_holds_it_goes_no_farther_and_a_touch_counts_as_ever(mak
         robot.guard._guard.servo()
     np.testing.assert_array_equal(arm.goal, stood)
     assert np.abs(arm.goal - arm.at).max() > 0.1, "it was on its way"
-    go(robot, 60)
+    robot.lead(follows=True)  # a toggle in a pause
+    for _ in range(20):
+        robot.guard._guard.servo()
+    np.testing.assert_array_equal(arm.goal, stood)
+    robot.hold_leader(False)
+    for _ in range(300):
+        robot.guard._guard.servo()
     np.testing.assert_allclose(arm.goal, arm.at)
+    robot.lead(follows=True)  # a question begins, and the robot holds
     robot.stop()
+    robot.guard._guard.servo()
     arm.hand = 1.1 * TOUCH * TRACKING
     for _ in range(TOUCH_TICKS):
         robot.guard._guard.servo()

@@ -143,7 +143,7 @@ class Scripted:
     def read(self):
         return self.hands.pop(0) if self.hands else Said()
 
-    def forget(self):
+    def forget(self, *, hands_back):
         pass
 
     def hand_over(self, *, to_person):

@@ -391,6 +391,7 @@ def test_while_a_scale_waits_for_a_persons_word_only_stop_ends_the_run(serve, tm
     if stops:
         life.end()
         assert life.learner.state.phase is None, "and it is over: the same command does not wait again"
+        assert client.state.directive["phase"] != "rest", "nobody began it"
         return
     until(lambda: len(commands(server.run_dir)) == 2 and "holds no step until a person judges" in caplog.text)
     client.push(Outcome("mine", True))

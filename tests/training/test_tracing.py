@@ -16,7 +16,7 @@ from tests.shared.data import changed, make_episode, tiny_spec
 from tests.shared.models import batch
 from tests.shared.tools import called
 
-from .life import LEARNING, finite, found, plan_of
+from .life import LEARNING, Life, finite, found, phase, plan_of
 
 
 def add(run_dir, name, column, value, source):
@@ -147,3 +147,11 @@ def test_updates_are_watched_for_a_while_and_no_longer(monkeypatch):
     ranks.update("update", batch)
     with pytest.raises(RetakeError, match="optimizer: the gradients of the last 4 steps up to update 23 were"):
         tracer.updated("update", batch, 23)
+
+
+def test_a_normaliser_that_a_stop_leaves_unfitted_lets_no_update_begin(tmp_path, spec):
+    plan = plan_of(practise=phase(data={"demo": 1.0}, until="operator", on_begin=[{"fit_normalizer": "good"}]))
+    learner = Life(found(tmp_path / "run", spec), None, spec, plan).learner
+    learner.server.commands = [(1, "stop", "")]
+    assert not learner._update()
+    assert (learner.state.updates, learner.state.at.begun) == (0, False)

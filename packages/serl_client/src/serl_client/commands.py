@@ -33,7 +33,7 @@ class Commands:
         if name == "next" and not number:
             log.warning("`next` is dropped, because the learner has named no phase yet")
             return
-        if name in ENDING:
+        if name in ENDING and self.ended != (newest["number"], "stop"):
             self.ended = number, name
         self._queue.append(Command(name, argument, directive=number if name == "next" else 0))
 
@@ -64,10 +64,22 @@ class Commands:
         return name
 
     def directed(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Another directive has come. What waits to be heard ends that one too, if it is of the same phase."""
+        """Note that another directive has come. What is to be heard yet ends that one too, if it is of the same phase;
+        `stop`, which is about the run, in any case."""
         number, name = self.ended
-        if number == before["number"] and self._is_queued(name) and (name == "stop" or before["phase"] == now["phase"]):
+        is_about_it = name == "stop" or (before["phase"] == now["phase"] and self._is_queued(name))
+        if number == before["number"] and is_about_it:
             self.ended = now["number"], name
+
+    def welcomed(self) -> str:
+        """Note that the learner may be another process. Return the command to which no answer can come any more.
+
+        A `stop` that it had taken is its own to obey: with another plan it begins anew.
+        """
+        lost = self.take_back()
+        if self.ended[1] == "stop" and not self._is_queued("stop"):
+            self.ended = -1, ""
+        return lost
 
     def _is_queued(self, name: str) -> bool:
         return any(command.name == name for command in tuple(self._queue))  # `say` appends meanwhile

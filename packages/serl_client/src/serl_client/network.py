@@ -308,7 +308,7 @@ class Network(threading.Thread):
         self.send_queue.resume(welcome.expected, welcome.max_unacknowledged)
         if self.weights:
             self.weights.restart()
-        if lost := self.commands.take_back():
+        if lost := self.commands.welcomed():
             log.warning("the link broke before the learner answered to %s: look whether it was done", lost)
         address = inference_at(welcome.inference, self.server.address, self._inference_port)
         if self._inference is None or self._inference.address != address:
@@ -382,7 +382,10 @@ class Network(threading.Thread):
     def _failed(self, failed: m.Failed) -> None:
         if failed.final:
             raise failure(failed)
-        self._complain(f"the learner: {failed.text}")
-        self.commands.take_back(failed.request)
+        text = f"the learner: {failed.text}"
+        if self.commands.take_back(failed.request):
+            log.warning("%s", text)  # also when it is said again
+        else:
+            self._complain(text)
         if failed.request == PULL and self.weights:
             self.weights.pause()

@@ -106,7 +106,7 @@ class WayHome:
             if begins:
                 self._env.look()  # so that devices that the robot sees are read anew, and as a sign of life
             was_paused = person.is_paused
-            self.wait_as("PAUSED" if was_paused else why, holds=was_paused or not begins)
+            self.wait_as("PAUSED" if was_paused else why, holds=not begins)
             self.count_waiting(why)
             if was_paused or person.is_paused:  # what was said and moved in the pause begins nothing after it
                 person.ask()
