@@ -74,7 +74,7 @@ def command(local: str, order: str, phase: str) -> str:
         try:
             about = status.report["directive"].get("number", 0) if order == "next" else 0
             if order == "next" and not about:
-                raise Refused("nothing was done: there is no phase yet")
+                raise Refused("nothing was done, look again: there is no phase yet")
             done: Any = link.call(m.Command(COMMANDS[order], directive=about), ANSWER_S)
         except (Timeout, Disconnected) as error:
             raise Timeout(f"{order} may be lost, nobody acknowledged it ({error}): look before you repeat it") from None
