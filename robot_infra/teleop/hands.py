@@ -91,7 +91,7 @@ class Hands:
     def reset(self, seed: int, *, demonstrate: bool = True) -> None:
         self._set_driver(False, is_led=not demonstrate)
         for device in self._devices:
-            device.forget(hands_back=False)
+            device.forget(hands_back=not demonstrate)
         self._begins = demonstrate
 
     def forget(self, *, hands_back: bool = True) -> None:

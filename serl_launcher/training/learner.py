@@ -186,7 +186,7 @@ class Learner:
             self.monitor.begin_phase()
             self.server.presence.begin_phase()
             self.publisher.settle(self.state.updates)  # the next phase begins with what this one published
-            if before.actors.mode == "evaluate":
+            if before.actors.mode == "evaluate" and at.directives:
                 self._evaluated(before, at.directives)
             ended = unrepeated(before.name)
             self.monitor.write("person", self.state.updates, {"phase": before.name, **self.person_time()})

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -133,15 +134,19 @@ def failing(learner: Served, fault: str, proxies: Sequence[Proxy]) -> Iterator[N
 
 
 def answer(_: Any, address: str) -> None:
-    """Answers every InferenceRequest with a chunk of zeros."""
+    """Welcomes everybody, and answers every InferenceRequest with a chunk of zeros."""
     router = zmq.Context.instance().socket(zmq.ROUTER)
     router.bind(address)
     chunk = np.zeros((HORIZON, ACTION), np.float32)
     while True:
         identity, *parts = router.recv_multipart(copy=False)
         message = m.decode([part.buffer for part in parts])
-        if isinstance(message, m.InferenceRequest):
-            said = m.InferenceResponse(message.step, 1, {"action": chunk}, request=message.request)
+        said: m.Message | None = None
+        if isinstance(message, m.Hello):
+            said = m.Welcome(message.run, 0, 0, [], None, "", asdict(m.StateUpdate({}, {})))
+        elif isinstance(message, m.InferenceRequest):
+            said = m.InferenceResponse(message.step, 0, {"action": chunk}, request=message.request)
+        if said:
             router.send_multipart([identity.bytes, *m.encode(said)])
 
 

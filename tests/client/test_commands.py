@@ -39,6 +39,9 @@ def test_until_the_learner_has_heard_it_next_ends_each_directive_of_its_phase(co
     assert commands.ended == (8, "stop"), "it is about the run, also once the learner has taken it"
     commands.welcomed()
     assert commands.ended == (-1, ""), "another learner has it"
+    for _ in range(2):
+        commands.say("stop", "", OTHER, OTHER)
+    assert (commands.ended, len(commands._queue)) == ((7, "stop"), 1), "and it may be said again"
 
 
 def test_what_the_learner_has_taken_ends_no_later_directive(commands):

@@ -269,7 +269,7 @@ def test_a_leader_comes_where_a_question_begins_and_stays_in_the_hand_that_took_
     assert led == ["follow", "come", "let go", "stay", "stay"]
     hands.forget()
     hands.reset(0, demonstrate=False)
-    assert led[5:] == ["follow", "come", "follow", "stay"], "until the robot moves"
+    assert led[5:] == ["follow", "come", "follow", "come"]
 
 
 def test_each_demonstration_waits_until_the_leader_moves_wherever_it_stands(spec):

@@ -27,11 +27,13 @@ class Commands:
         self._number, self._on_its_way = number, 0
 
     def say(self, name: str, argument: str, seen: Mapping[str, Any], newest: Mapping[str, Any]) -> None:
-        """Queue a command. seen: the directive that its person sees; newest: the one that has come last."""
+        """Queue a command, `stop` once. seen: the directive that its person sees; newest: the one that came last."""
         is_about_seen = name == "next" and seen["phase"] != newest["phase"]  # stop is about the run
         number = (seen if is_about_seen else newest)["number"]
         if name == "next" and not number:
             log.warning("`next` is dropped, because the learner has named no phase yet")
+            return
+        if name == "stop" and self._is_queued(name):
             return
         if name in ENDING and self.ended != (newest["number"], "stop"):
             self.ended = number, name

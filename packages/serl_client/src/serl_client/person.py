@@ -78,7 +78,7 @@ class Person:
                 self.has_moved = True
             elif event in VERDICTS:
                 self.verdict = event
-            elif event != self._client.over:  # said twice before the learner has heard it, next would skip a phase
+            elif event != "next" or self._client.over != "next":  # said twice before it is heard, it would skip a phase
                 on_console = {"number": self._status.directive, "phase": self._status.phase}
                 self._client.command(event, seen=on_console)
         for word in self._client.words():

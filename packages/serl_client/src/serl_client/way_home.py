@@ -98,6 +98,8 @@ class WayHome:
     def _agreed(self, why: str, directive: Mapping[str, Any]) -> bool:
         """Wait until the person says ready, or for BEGIN moves a device; return False if the directive is over."""
         person, begins = self._person, why == BEGIN
+        if not begins:
+            self._env.stop()  # before the question, so that a leader arm may come to a robot that holds
         person.ask()
         self.begin_waiting()
         while person.is_paused or not (person.is_ready or (begins and person.has_moved)):
@@ -106,7 +108,7 @@ class WayHome:
             if begins:
                 self._env.look()  # so that devices that the robot sees are read anew, and as a sign of life
             was_paused = person.is_paused
-            self.wait_as("PAUSED" if was_paused else why, holds=not begins)
+            self.wait_as("PAUSED" if was_paused else why, holds=False)
             self.count_waiting(why)
             if was_paused or person.is_paused:  # what was said and moved in the pause begins nothing after it
                 person.ask()
