@@ -110,7 +110,9 @@ class Counted:
         are theirs. The phase may hold more: what came when enough had, or what a kill has interrupted."""
         sha256, count = said.get("weights_sha256"), said["episodes"]
         live = [one for one in done if self._found.is_live(one) and sha256 in (None, self._weights.get(one["weights"]))]
-        trials, there = Counter(map(tuple, said["trials"])), Counter(map(self._trial, live))
+        is_judged = any(won is not None for _, won, _ in said["trials"])  # nobody has judged one: each is None
+        trials = Counter((start, won if is_judged else False, returned) for start, won, returned in said["trials"])
+        there = Counter(map(self._trial, live))
         self._expect(f"{key}: trials that are no episodes", dict(trials - there), {})
         if len(live) < len(done):
             return  # some have left the store, and with them the starts of their trials
