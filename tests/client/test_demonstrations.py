@@ -184,6 +184,7 @@ def test_what_is_said_while_the_learner_is_away_ends_the_directive_at_once_and_i
         time.sleep(0.2)
         assert len(env.actions) == made
         learner.stop()
+        until(lambda: not client.connected)
         learner.start()  # with another plan
     until(lambda: len(env.actions) > made)
     learner.tell(directive={"number": 4, "phase": "", "mode": "stop", "boundary": "now"})
