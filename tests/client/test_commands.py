@@ -17,7 +17,7 @@ def commands():
 
 def test_next_is_about_the_phase_that_its_person_sees_though_another_one_has_begun(commands, spec):
     commands.say("next", "", ONE, OTHER)
-    assert (commands.to_send().directive, commands.ended) == (5, (5, "next"))
+    assert (commands.to_send().directive, commands.ended) == (5, ((5,), "next"))
     client, status = FakeClient(spec), ActorStatus()
     status.directive, status.phase = ONE.values()
     Person(Keys({0: ["next"]}), client, status).listen()
@@ -27,21 +27,21 @@ def test_next_is_about_the_phase_that_its_person_sees_though_another_one_has_beg
 def test_until_the_learner_has_heard_it_next_ends_each_directive_of_its_phase(commands):
     commands.say("next", "", ONE, ONE)
     commands.directed(ONE, AGAIN)
-    assert commands.ended == (6, "next")
+    assert commands.ended == ((5, 6), "next")
     commands.directed(AGAIN, OTHER)
-    assert commands.ended == (6, "next")
+    assert commands.ended == ((5, 6), "next")
     commands.say("stop", "", ONE, OTHER)
     commands.say("next", "", OTHER, OTHER)
     for _ in range(3):
         commands.sent()
         commands.done(commands._number, 1)
     commands.directed(OTHER, {"number": 8, "phase": "c"})
-    assert commands.ended == (8, "stop"), "it is about the run, also once the learner has taken it"
+    assert commands.ended == ((7, 8), "stop"), "it is about the run, also once the learner has taken it"
     commands.welcomed()
-    assert commands.ended == (-1, ""), "another learner has it"
+    assert commands.ended == ((), ""), "another learner has it"
     for _ in range(2):
         commands.say("stop", "", OTHER, OTHER)
-    assert (commands.ended, len(commands._queue)) == ((7, "stop"), 1), "and it may be said again"
+    assert (commands.ended, len(commands._queue)) == (((7,), "stop"), 1), "and it may be said again"
 
 
 def test_what_the_learner_has_taken_ends_no_later_directive(commands):
@@ -49,7 +49,7 @@ def test_what_the_learner_has_taken_ends_no_later_directive(commands):
     commands.sent()
     commands.done(2, 1)
     commands.directed(ONE, AGAIN)
-    assert (commands.ended, commands.to_send()) == ((5, "next"), None)
+    assert (commands.ended, commands.to_send()) == (((5,), "next"), None)
 
 
 def test_a_refusal_takes_back_its_own_word_alone(commands):
@@ -57,7 +57,7 @@ def test_a_refusal_takes_back_its_own_word_alone(commands):
         commands.say("next", "", directive, directive)
         commands.sent()
     assert (commands.take_back(9), commands.take_back(3)) == ("", "next")
-    assert (commands.ended, commands.to_send().directive) == ((7, "next"), 7)
+    assert (commands.ended, commands.to_send().directive) == (((7,), "next"), 7)
     commands.sent()
     commands.take_back()
-    assert commands.ended == (-1, "")
+    assert commands.ended == ((), "")

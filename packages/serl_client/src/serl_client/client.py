@@ -154,8 +154,8 @@ class TrainerClient(Closing):
     def over(self) -> str:
         """Return `next` or `stop` if that was said here under the current directive, also to a learner that is away.
         Empty: it was not, or the learner has refused it."""
-        number, name = self._network.commands.ended
-        return name if number == self.state.directive["number"] else ""
+        numbers, name = self._network.commands.ended
+        return name if self.state.directive["number"] in numbers else ""
 
     @property
     def refusal(self) -> str:

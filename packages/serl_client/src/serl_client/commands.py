@@ -16,13 +16,14 @@ ENDING = ("next", "stop")  # what ends the directive under which it is said
 class Commands:
     """Holds commands in their order; one at a time is on its way to the learner.
 
-    ended: the number of a directive that the operator has ended, and by which command; (-1, ""): none.
+    ended: the numbers of the directives that the operator has ended, the newest and the one before it, and by which
+        command; ((), ""): none.
     The control thread calls `say`, and the network thread all other methods.
     """
 
     def __init__(self, number: int) -> None:
         """Begin with `number` as the latest of a request; commands have higher ones."""
-        self.ended: tuple[int, str] = -1, ""
+        self.ended: tuple[tuple[int, ...], str] = (), ""
         self._queue: deque[Command] = deque()
         self._number, self._on_its_way = number, 0
 
@@ -35,8 +36,8 @@ class Commands:
             return
         if name == "stop" and self._is_queued(name):
             return
-        if name in ENDING and self.ended != (newest["number"], "stop"):
-            self.ended = number, name
+        if name in ENDING and not (self.ended[1] == "stop" and newest["number"] in self.ended[0]):
+            self.ended = (number,), name
         self._queue.append(Command(name, argument, directive=number if name == "next" else 0))
 
     def to_send(self) -> Command | None:
@@ -62,16 +63,16 @@ class Commands:
             return ""
         name, self._on_its_way = self._queue.popleft().name, 0
         if self.ended[1] == name and not self._is_queued(name):
-            self.ended = -1, ""
+            self.ended = (), ""
         return name
 
     def directed(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Note that another directive has come. What is to be heard yet ends that one too, if it is of the same phase;
-        `stop`, which is about the run, in any case."""
-        number, name = self.ended
+        """Note that another directive has come, before anybody else sees it. What is to be heard yet ends that one too,
+        if it is of the same phase; `stop`, which is about the run, in any case."""
+        numbers, name = self.ended
         is_about_it = name == "stop" or (before["phase"] == now["phase"] and self._is_queued(name))
-        if number == before["number"] and is_about_it:
-            self.ended = now["number"], name
+        if before["number"] in numbers and is_about_it:
+            self.ended = (before["number"], now["number"]), name
 
     def welcomed(self) -> str:
         """Note that the learner may be another process. Return the command to which no answer can come any more.
@@ -80,7 +81,7 @@ class Commands:
         """
         lost = self.take_back()
         if self.ended[1] == "stop" and not self._is_queued("stop"):
-            self.ended = -1, ""
+            self.ended = (), ""
         return lost
 
     def _is_queued(self, name: str) -> bool:

@@ -327,11 +327,12 @@ class Network(threading.Thread):
         if notice.degraded != before.degraded:
             said = f"nothing: {notice.degraded}" if notice.degraded else "again"
             log.warning("the learner acknowledges %s", said, extra={"is_shown": True})
+        directive = notice.directive if is_newer else before.directive
+        self.commands.directed(before.directive, directive)
         self._change(
-            directive=notice.directive if is_newer else before.directive, degraded=notice.degraded,
+            directive=directive, degraded=notice.degraded,
             step_limit=self._limited(notice.step_limit),
         )  # fmt: skip
-        self.commands.directed(before.directive, self.state.directive)
         if self.weights:
             self.weights.offer(notice.weights)
 
