@@ -190,8 +190,6 @@ def test_an_actor_that_had_a_directive_waits_through_learners_that_are_not_its_o
     learner, client, connect, segments, refusal, said
 ):
     """A stranger that is refused is told, and ends."""
-    network = client._network
-    assert network._outlives(Refused(said), network._inference), "its inference process may refuse before it does"
     learner.stop()
     until(lambda: not client.connected)
     learner.run, learner.refusal = "run-b", refusal

@@ -194,7 +194,7 @@ class Network(threading.Thread):
         try:
             self._handlers[type(message)](message)
         except TrainerError as error:
-            self._fail(error, link)
+            self._fail(error)
         except OSError as error:
             self._disk_failed(error)
         except (MessageError, ConfigError, KeyError, TypeError, ValueError) as error:
@@ -207,8 +207,8 @@ class Network(threading.Thread):
         if not self._outbox.run:  # the run is not on the disk, so no record may be sent to it
             self.server.close()
 
-    def _fail(self, error: TrainerError, link: Connection | None = None) -> None:
-        if self._outlives(error, link):
+    def _fail(self, error: TrainerError) -> None:
+        if self._outlives(error):
             self.refusal = str(error)
             self._complain(f"{error}. This actor waits, keeps what it has, and goes on by itself; Ctrl-C ends it")
             for link in self._links:
@@ -219,11 +219,10 @@ class Network(threading.Thread):
             link.close()
         self._tell()
 
-    def _outlives(self, error: TrainerError, link: Connection | None) -> bool:
+    def _outlives(self, error: TrainerError) -> bool:
         """Return whether a client that has worked for its run waits: who refuses it is a learner that was started
         wrongly, of another run, or that has ended, and a person starts the right one. A stranger is told and ends."""
-        is_outside = not self._is_in or link not in (None, self.server)  # its inference process may be sooner than it
-        is_at_door = isinstance(error, Refused | VersionMismatch) and is_outside
+        is_at_door = isinstance(error, Refused | VersionMismatch) and not self._is_in
         is_final = isinstance(error, Replaced) or self.state.directive["number"] == 0
         return not is_final and (is_at_door or isinstance(error, Ended))
 
