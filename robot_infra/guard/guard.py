@@ -17,14 +17,8 @@ from robot_infra.guard.motion import HOME, Motion
 
 RELAXING = 1.0  # seconds, at most, until an arm that was blocked is led back to where it holds
 # Seconds after which it is not taken: its actor may have given up.
-LEADER_STAYS = {
-    "hold": True,
-    "stay": True,
-    "come": False,
-    "target": False,
-    "home": False,
-    "return_home": False,
-}  # by what is asked for; else as before
+# Whether the leader arm stays where it is after such a request; after another one it does as before.
+LEADER_STAYS = {"hold": True, "stay": True, "come": False, "target": False, "home": False, "return_home": False}
 OLD = {"target": 0.5, "follow": 0.5, "come": 0.5, "home": 5.0, "return_home": 5.0, "recover": 5.0}
 READINGS, PAUSE = 10, 0.01  # of an arm before it may move, and seconds between two: who fails for a moment is found out
 

@@ -328,10 +328,8 @@ class Network(threading.Thread):
             log.warning("the learner acknowledges %s", said, extra={"is_shown": True})
         directive = notice.directive if is_newer else before.directive
         self.commands.directed(before.directive, directive)
-        self._change(
-            directive=directive, degraded=notice.degraded,
-            step_limit=self._limited(notice.step_limit),
-        )  # fmt: skip
+        limit = self._limited(notice.step_limit)
+        self._change(directive=directive, degraded=notice.degraded, step_limit=limit)
         if self.weights:
             self.weights.offer(notice.weights)
 
