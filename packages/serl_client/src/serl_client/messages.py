@@ -239,8 +239,8 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Carries an operator's command to the plan: next, hold, resume, goto, stop. `directive`: one of the phase that it is
-    about, 0: of none. With `actor` it is one of WORDS, which that actor gets with the number of Done as `request`, and
+    """Carries an operator's command to the plan: next, hold, resume, goto, stop. `directive`: one of the phase that it
+    is about, 0: none. With `actor` it is one of WORDS, which that actor gets with the number of Done as `request`, and
     reports as `heard`: docs/protocol.md. Answered by Done."""
 
     name: str
