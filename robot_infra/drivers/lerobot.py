@@ -80,6 +80,7 @@ class LerobotArm(Arm):
                         "by keys, as task=so101_tool does"
                     )
                 _connect("teleop", self._leader, leader, "")
+                self._compare_units()
             self.leads = leader_follows
             if leader_follows and set(self._led_motors()) != set(self._names):
                 raise ConfigError(
@@ -106,6 +107,16 @@ class LerobotArm(Arm):
         if self._leader is not None:
             observed[LEADER] = Feature((len(self._names),), names=self._names)
         self.observation = observed
+
+    def _compare_units(self) -> None:
+        """Raise ConfigError where the leader's entries are in another unit than the robot's."""
+        led = dict(_motors(self._leader))
+        for name, (unit, _) in _motors(self._robot):
+            if name in led and (other := led[name][0]) != unit:
+                raise ConfigError(
+                    f"task.env.options.leader: {name} is in {other} there, and in {unit} of the robot: say the same "
+                    "task.env.options.leader.use_degrees and task.env.options.robot.use_degrees"
+                )
 
     def read(self) -> Array:
         self._seen = tried(self._robot.get_observation)
@@ -260,7 +271,10 @@ def _configure(part: Any) -> None:
 
 
 def _connect_again(device: Any) -> None:
-    """Connect to a device that was unplugged, or whose port has vanished."""
+    """Connect to a device that was unplugged, or whose port has vanished.
+
+    Raises RobotFault, and leaves it unconnected, if another arm is there: ports change their names.
+    """
     for part in _parts(device):
         _only_look(part)  # else it might switch the torque off
     with suppress(*FAILURES):
@@ -268,6 +282,14 @@ def _connect_again(device: Any) -> None:
     for part in _parts(device):
         free(part.bus)
     tried(lambda: _connect_once(device))
+    if not tried(lambda: device.is_calibrated):
+        with suppress(*FAILURES):
+            device.disconnect()
+        raise RobotFault(
+            f"{device}: the arm at its port is not the one of its calibration. Ports may have changed their names: "
+            "plug robot and leader in as they were, and say ready; names under /dev/serial/by-id stay",
+            "bus",
+        )
 
 
 def free(bus: Any) -> None:

@@ -60,7 +60,7 @@ class Kinematics:
         if others := [entry for entry in self.entries if units[entry] not in RADIANS]:
             raise ConfigError(
                 f"{PLACE}: {others[0]} is in {units[others[0]] or 'no unit'}, and a tool's place follows from degrees "
-                "or radians alone (of a lerobot arm: task.env.options.robot.use_degrees=true)"
+                "or radians alone (of a lerobot arm: task.env.options.robot.use_degrees=true, and of its leader)"
             )
         self.scale = np.array([RADIANS[units[entry]] for entry in self.entries])
         if len(names) < FREE:

@@ -5,7 +5,7 @@ import json
 import pkgutil
 import re
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from serl_client.errors import ConfigError, RobotFault
 from robot_infra.cameras import lerobot as cameras
 from robot_infra.drivers.lerobot import LerobotArm
 from robot_infra.guard.robot import GuardedRobot
-from robot_infra.sim.feetech import ENDS, FeetechBus
+from robot_infra.sim.feetech import ENDS, MIN_AT, FeetechBus
 from serl_launcher.config import composed
 from tests.shared.arms import say_ready
 from tests.shared.common import ROOT, until
@@ -288,6 +288,25 @@ def test_arm_and_leader_whose_ports_vanished_come_back_with_them(so101, bus, tmp
         np.testing.assert_allclose(arm.read(), before, atol=0.2)
         assert len(arm.sense()["leader"]) == len(before)
         arm.close()
+
+
+def test_ports_that_changed_their_names_are_a_fault_until_they_are_as_before(so101, tmp_path):
+    port = tmp_path / "port"
+    with FeetechBus(speed=30_000) as before:
+        port.symlink_to(before.path)
+        arm = so101(port=str(port))
+    with FeetechBus(speed=30_000) as own, FeetechBus(speed=30_000) as other:
+        other.servos[1].set(MIN_AT, ENDS[1][0] + 100)
+        for at, is_own in ((other, False), (other, False), (own, True)):
+            port.unlink()
+            port.symlink_to(at.path)
+            with nullcontext() if is_own else pytest.raises(RobotFault, match="is not the one of its calibration"):
+                arm.recover()
+
+
+def test_a_leader_in_another_unit_than_its_robot_is_refused(so101):
+    with FeetechBus(speed=30_000) as leader, pytest.raises(ConfigError, match="is in % there, and in deg of the robot"):
+        so101(leader.path, use_degrees=True)
 
 
 def test_one_that_is_not_calibrated_is_refused_with_the_command_to_run(bus, tmp_path):
