@@ -8,7 +8,7 @@ replay       how fast pairs of observations are drawn, beside a copy of the same
 update       how long an update of SAC and of RLPD takes, beside a minimal loop; how long publishing holds it up
 weights      how fast weights reach several receivers
 pi0          how fast PI0 answers and is trained, beside what the machine allows
-beside       what the acknowledgements of ten actors wait for, beside an attacker who has a valid key
+beside       what the acknowledgements of actors wait for, beside an attacker who has a valid key or a crowd of browsers
 
 Each prints its section of docs/benchmarks.md.
 """

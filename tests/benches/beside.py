@@ -1,14 +1,18 @@
-"""What one valid key costs the others: ten actors at 30 Hz alone, and beside an attacker with another actor's key.
+"""What one valid key costs the others: ten actors at 30 Hz alone, and beside an attacker with another actor's key; or,
+with --browsers, beside a crowd at the run's page (tests/faults/browsers.py), whose process is stopped and killed too.
 
 Each run is a learner with keys, as a person starts it, whose plan collects, trains a little, evaluates and ends. The
 actors are processes with the product's own loop and an image of 64x64; they ask the inference process at each step. The
 attacker is a process on one core, the last one, that tries everything by turns (tests/faults/attacker.py). A ban of its
 key is lifted at once. Runs alone and beside it alternate. The time of an acknowledgement is from the push until the
-outbox hears of it. The store is compared with what the actors noted, and summary.json with an independent count of it.
+outbox hears of it; a step is late by what its row comes after its time. The store is compared with what the actors
+noted, and summary.json with an independent count of it.
 """
 
 import argparse
+import itertools
 import os
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -26,13 +30,14 @@ from serl_client.env import Observation, Step
 from serl_client.errors import TrainerError
 from serl_client.runner import run_actor
 
-from tests.faults import attacker, checker
+from serl_launcher.page.door import Tokens
+from tests.faults import attacker, browsers, checker
 from tests.faults.actor import NotingClient
 from tests.faults.attacker import SPEC
 from tests.faults.counted import Counted
 from tests.faults.fuzzing.hostile import memory
 from tests.faults.truth import Truth, notes
-from tests.shared.common import STATE
+from tests.shared.common import STATE, free_port
 from tests.shared.programs import Programs
 from tools import processes
 from tools.keys import locked, make
@@ -40,7 +45,7 @@ from tools.keys import locked, make
 from .paired import Figure, option, ratio, rounds
 from .served import PATIENCE_S, Group
 
-ACTORS, EPISODES, STEPS = 10, 50, 60  # EPISODES of the evaluation, STEPS of an episode
+EPISODES, STEPS = 50, 60  # of the evaluation, and of an episode
 HERS = "eve"  # the attacker's key
 ENDS_S = 120.0  # that a plan may take beyond what it collects
 WORDS = [
@@ -50,17 +55,19 @@ WORDS = [
 OPTIONS = {
     "--rounds": option(5, "pairs of runs (5)"),
     "--seconds": option(105.0, "that each run collects (105; with its evaluation about two minutes)"),
+    "--actors": option(10, "how many (10)"),
+    "--browsers": option(False, "browsers at the page in place of an attacker; alone, no page runs"),
     "--attacker": option(Path(attacker.__file__), "a program that gets ADDRESS KEY TRUTHS (tests/faults/attacker.py)"),
 }
 
 
 @dataclass
 class Run:
-    """One run: `late` are the seconds of each acknowledgement, `peak` the most MB of each process of the learner,
-    `starts` how often each of them was started, `turns` how many the attacker took, `wrong` what an independent reader
-    counts otherwise than the summary."""
+    """One run: `late` are the seconds of each acknowledgement, and by which each step was late; `peak` the most MB of
+    each process of the learner but the page's, `starts` how often each of them was started, `turns` how many lines the
+    neighbour wrote, `wrong` what an independent reader counts otherwise than the summary."""
 
-    late: np.ndarray
+    late: Mapping[str, np.ndarray]
     peak: Mapping[str, float]
     starts: Mapping[str, int]
     turns: int
@@ -68,9 +75,9 @@ class Run:
     ended: bool
     wrong: list[str]
 
-    def ms(self, share: float) -> float:
-        """A quantile of the acknowledgements."""
-        return float(np.quantile(self.late, share)) * 1e3
+    def ms(self, share: float, what: str = "acknowledgement") -> float:
+        """A quantile."""
+        return float(np.quantile(self.late[what], share)) * 1e3
 
 
 FATES: dict[str, Callable[[Run], int]] = {  # what there may be none of
@@ -81,48 +88,60 @@ FATES: dict[str, Callable[[Run], int]] = {  # what there may be none of
     "plans that did not end": lambda run: not run.ended,
     "differences of a summary from an independent count": lambda run: len(run.wrong),
 }
+TURNS = "turns of the neighbour, fewest"  # beside one that did nothing nothing is measured
 
 
 def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     runs: dict[str, list[Run]] = defaultdict(list)
 
-    def once(name: str, program: Path | None) -> float:
-        runs[name].append(run := played(folder / f"{name}{len(runs[name])}", options.seconds, program))
+    def once(name: str, neighbour: Path | None) -> float:
+        at = folder / f"{name}{len(runs[name])}"
+        runs[name].append(run := played(at, options.actors, options.seconds, neighbour, options.browsers))
         print(said(name, run), *run.report.violations[:10], *run.wrong, sep="\n    ", file=sys.stderr, flush=True)
         return run.ms(0.5)
 
-    contenders = {"alone": partial(once, "alone", None), "beside": partial(once, "beside", options.attacker)}
-    yield from figures(rounds(contenders, options.rounds), runs["alone"], runs["beside"])
+    neighbour = Path(browsers.__file__) if options.browsers else options.attacker
+    contenders = {"alone": partial(once, "alone", None), "beside": partial(once, "beside", neighbour)}
+    rounds(contenders, options.rounds)
+    yield from figures(runs["alone"], runs["beside"])
 
 
 def said(name: str, run: Run) -> str:
     """One run in a line, which comes as soon as it is over: it takes long."""
-    late = ", ".join(f"{run.ms(share):.1f}" for share in (0.5, 0.99, 1.0))
+    late = {what: ", ".join(f"{run.ms(q, what):.1f}" for q in (0.5, 0.99, 1.0)) for what in run.late}
     peak = {process: round(most) for process, most in run.peak.items()}
     return (
-        f"{name}: {len(run.late)} acknowledgements, p50, p99 and longest {late} ms; {run.turns} turns of an attacker; "
-        f"MB {peak}; starts {dict(run.starts)}; ended: {run.ended}"
+        f"{name}: {late}; {run.turns} turns of its neighbour; MB {peak}; starts {dict(run.starts)}; ended: {run.ended}"
     )
 
 
-def figures(measured: Mapping[str, list[float]], alone: list[Run], beside: list[Run]) -> Iterator[Figure]:
-    pairs = [b / a for a, b in zip(measured["alone"], measured["beside"], strict=True)]
-    spread = f"alone ({median(measured['alone']):.3g} ms; {min(pairs):.3g} to {max(pairs):.3g})"
-    half = ratio(measured, "beside", "alone")
-    yield Figure("acknowledgement, p50", median(measured["beside"]), "ms", spread, half, "<= 1.5")
+def figures(alone: list[Run], beside: list[Run]) -> Iterator[Figure]:
+    yield compared("acknowledgement", 0.5, alone, beside, "<= 1.5")
     yield Figure("acknowledgement, p99 of the worst run", max(run.ms(0.99) for run in beside), "ms", goal="<= 200")
     yield Figure("the same, alone", max(run.ms(0.99) for run in alone), "ms")
+    yield compared("acknowledgement", 0.99, alone, beside)
+    yield compared("step", 0.99, alone, beside)
     for process in ("server", "inference"):
         more = [b.peak[process] - a.peak[process] for a, b in zip(alone, beside, strict=True)]
         yield Figure(f"peak memory of {process} beyond alone, worst pair", max(more), "MB", goal="<= 100")
+    yield Figure(TURNS, min(run.turns for run in beside), "", goal=">= 1")
     for fate, count in FATES.items():
         yield Figure(fate, sum(map(count, (*alone, *beside))), "", goal="<= 0")
 
 
+def compared(what: str, share: float, alone: list[Run], beside: list[Run], goal: str = "") -> Figure:
+    """A quantile of each run, its median, and the pairs' ratios: their median and spread."""
+    measured = {"alone": [run.ms(share, what) for run in alone], "beside": [run.ms(share, what) for run in beside]}
+    pairs = [b / a for a, b in zip(measured["alone"], measured["beside"], strict=True)]
+    spread = f"alone ({median(measured['alone']):.3g} ms; {min(pairs):.3g} to {max(pairs):.3g})"
+    name = f"{what}, p{share * 100:g}"
+    return Figure(name, median(measured["beside"]), "ms", spread, ratio(measured, "beside", "alone"), goal)
+
+
 # -- one run
-def played(folder: Path, seconds: float, program: Path | None) -> Run:
-    """Play a run to its end; with an attacker if there is a program."""
-    names, keys, truths = [f"a{number}" for number in range(ACTORS)], folder / "keys", folder / "truths"
+def played(folder: Path, count: int, seconds: float, program: Path | None, is_page: bool) -> Run:
+    """Play a run of `count` actors to its end; with a neighbour if there is a program, who looks at its page or not."""
+    names, keys, truths = [f"a{number}" for number in range(count)], folder / "keys", folder / "truths"
     attacks = folder / "attacks"
     truths.mkdir(parents=True)
     with locked(keys, True):
@@ -130,28 +149,47 @@ def played(folder: Path, seconds: float, program: Path | None) -> Run:
             make(keys, name, "actor")
     with Programs(folder) as programs:
         address = f"tcp://127.0.0.1:{programs.ports[0]}"
-        until = f'plan.phases.practise.until=["wall_s >= {seconds}"]'
-        learner = programs.start("learner", *WORDS, until, f"keys={keys}")
+        words = [*WORDS, f'plan.phases.practise.until=["wall_s >= {seconds}"]', f"keys={keys}"]
+        given: list[Any] = [address, keys / f"{HERS}.key", truths]
+        if program and is_page:
+            programs.run_dir.mkdir()
+            given = [free_port(), Tokens(programs.run_dir / "page.tokens").make("operator")]
+            words += [f"page={given[0]}"]
+        learner = programs.start("learner", *words)
         parts = [(address, name, number, folder, keys / f"{name}.key") for number, name in enumerate(names)]
         with Group(act, parts) as actors, open(attacks, "w") as told:
             actors.heard()  # each has played an episode
             began, end = time.monotonic(), time.monotonic() + seconds + ENDS_S
-            words = [sys.executable, "-P", program, address, keys / f"{HERS}.key", truths]
-            hers = processes.start([*map(str, words)], told, preexec_fn=pinned) if program else None
+            command = [sys.executable, "-P", *map(str, (program, *given))]
+            hers = processes.start(command, told, preexec_fn=pinned) if program else None
             peak, seen = defaultdict[str, float](float), defaultdict[str, set[int]](set)
-            while learner.poll() is None and time.monotonic() < end:
+            for turn in itertools.count():
+                if learner.poll() is not None or time.monotonic() > end:
+                    break
                 (keys / f"{HERS}.banned").unlink(missing_ok=True)
+                if program and is_page:
+                    annoy(programs, turn)
                 watch(programs, peak, seen)
                 if hers is not None and hers.poll() is not None:  # libzmq may abort a process that is cut as it closes
-                    hers = processes.start([*map(str, words)], told, preexec_fn=pinned)
+                    hers = processes.start(command, told, preexec_fn=pinned)
             if hers is not None:
                 processes.kill(hers)
             ended = learner.poll() == 0 and not any(actors.heard())
     paths = sorted(truths.glob("*.jsonl"))
     report = checker.check(programs.run_dir / "store", paths, [folder / name for name in names], [], strangers=[HERS])
-    late = np.concatenate([acknowledged(path, began) for path in paths])
+    late = {
+        "acknowledgement": np.concatenate([acknowledged(path, began) for path in paths]),
+        "step": np.concatenate([np.load(folder / f"{name}.npy") for name in names]),
+    }
     starts, turns = {process: len(found) for process, found in seen.items()}, len(attacks.read_text().splitlines())
     return Run(late, peak, starts, turns, report, ended, wrong_of(programs.run_dir))
+
+
+def annoy(programs: Programs, second: int) -> None:
+    """Stop the page's process for two of each ten seconds, and kill it in each thirtieth."""
+    turns = {4: signal.SIGSTOP, 6: signal.SIGCONT, 9: signal.SIGKILL if second // 10 % 3 == 2 else 0}
+    with suppress(ProcessLookupError, KeyError):  # it is not there at present
+        os.kill(programs.alive()["page"], turns.get(second % 10, 0))
 
 
 def pinned() -> None:
@@ -160,7 +198,7 @@ def pinned() -> None:
 
 def watch(programs: Programs, peak: dict[str, float], seen: dict[str, set[int]]) -> None:
     """Look at the memory of the learner's processes for a second."""
-    there = programs.alive()
+    there = {name: pid for name, pid in programs.alive().items() if name != "page"}
     for _ in range(10):
         for process, pid in there.items():
             with suppress(OSError, IndexError):  # it has just ended
@@ -201,6 +239,7 @@ class Robot:
     def __init__(self, number: int) -> None:
         self._random = np.random.default_rng(number)
         self._row, self._seed, self._due = 0, 0, 0.0
+        self.late: list[float] = []  # seconds by which each step's end was
 
     def home(self, seed: int) -> None: ...
 
@@ -214,6 +253,7 @@ class Robot:
     def step(self, action: Any) -> Step:
         self._due = max(self._due, time.monotonic() - 1 / SPEC.fps) + 1 / SPEC.fps
         time.sleep(max(0.0, self._due - time.monotonic()))
+        self.late.append(time.monotonic() - self._due)
         self._row += 1
         ends = self._row == STEPS
         won = self._seed % 3 == 0
@@ -248,7 +288,8 @@ def act(pipe: Any, address: str, name: str, number: int, folder: Path, key: Path
                 pipe.send(told.append("") or "")
 
         try:
-            run_actor(Robot(number), policy, client, seed=0, on_episode=heard)
+            run_actor(robot := Robot(number), policy, client, seed=0, on_episode=heard)
+            np.save(folder / f"{name}.npy", robot.late)
             truth.note(drained=client.drain(PATIENCE_S))
             pipe.send("")
         except TrainerError as error:
