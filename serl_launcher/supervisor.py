@@ -1,6 +1,7 @@
 """Restarts processes of a run that crash, and says when to give up. The processes die with their parent.
 
-A signal stops a run: the trainer keeps a checkpoint, and all end. A second signal ends them at once.
+A signal stops a run: the trainer keeps a checkpoint, and all end. A second signal ends them at once. The trainer keeps
+one, too, before inference, which is given up, ends the run.
 """
 
 import ctypes
@@ -107,6 +108,8 @@ class Supervisor:
             return self._keep_checkpoint()
         for name, child in list(self._children.items()):
             if (status := child.poll()) is not None and (over := self._ended(name, status)) is not None:
+                if name == "inference":
+                    self._keep_checkpoint()
                 return over
         return None
 
@@ -165,16 +168,14 @@ class Supervisor:
         return ""
 
     def _keep_checkpoint(self) -> int:
-        """Let a trainer that has begun keep a checkpoint and end, unless a second signal comes; return the exit status:
+        """Let a trainer that has begun keep a checkpoint and end, unless another signal comes; return the exit status:
         0 if nothing is lost. The ranks of a node beyond the first end with those of the first."""
         asked, names = self._signals, ["trainer", *["server"] * bool(self._local)]
         needed = [self._children.get(name) for name in names]
         if not self._local:
-            log.info("stopping: the ranks here end with node 0; a second signal, such as Ctrl-C, ends them at once")
+            log.info("stopping: the ranks here end with node 0; another signal, such as Ctrl-C, ends them at once")
         elif begun_file("trainer", self._local).exists():
-            log.info(
-                "stopping: the trainer keeps a checkpoint first; a second signal, such as Ctrl-C, ends all at once"
-            )
+            log.info("stopping: the trainer keeps a checkpoint first; another signal, such as Ctrl-C, ends all at once")
             stop_file(self._local).touch()
         else:
             return 0
