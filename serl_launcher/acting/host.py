@@ -26,6 +26,7 @@ from serl_launcher.acting.graphs import Graphs
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.networks import compiler
 from serl_launcher.policies.base import Acting
+from serl_launcher.store import weights
 from serl_launcher.training.finite import not_finite
 from serl_launcher.types import Carry, Prefix
 
@@ -366,12 +367,13 @@ class Loader:
         self._host, self._done = host, done
         self._thread = ThreadPoolExecutor(1, "loader")
         self._reading: Future[dict[str, Tensor]] | None = None
-        self._version = 0  # that was begun last
+        self._begun = 0, 0  # the version that was begun last, and when its file was written
 
     def begin(self, version: int, file: Path) -> None:
-        """Begin to read this file, unless it was the last one. Does nothing while another is being read: call again."""
-        if self._reading is None and version != self._version:
-            self._version = version
+        """Begin to read this file, unless it was the last one: one that was gone or damaged may be written anew. Does
+        nothing while another is being read: call again."""
+        if self._reading is None and (begun := (version, weights.written_at(file))) != self._begun:
+            self._begun = begun
             self._reading = self._thread.submit(self._host.read, file)
             self._reading.add_done_callback(lambda _: self._done())
 
@@ -385,9 +387,9 @@ class Loader:
             return None
         self._reading = None
         try:
-            return self._version, reading.result()
+            return self._begun[0], reading.result()
         except FileNotFoundError:
-            log.warning("weights %d are gone already: keeping the current ones until the next", self._version)
+            log.warning("weights %d are gone already: keeping the current ones until the next", self._begun[0])
             return None
 
     def close(self) -> None:

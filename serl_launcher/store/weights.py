@@ -25,7 +25,8 @@ PULL_S = 30.0  # a file that was asked for this recently is not deleted
 
 
 def write(folder: Path, data: bytes | memoryview, sha256: str | None = None) -> tuple[str, int]:
-    """Keep `data` (a safetensors file) as <sha256>.safetensors; returns (sha256, size). Durable when it returns.
+    """Keep `data` (a safetensors file) as <sha256>.safetensors; returns (sha256, size). Durable when it returns. Files
+    that are there and whole stay as they are.
 
     sha256: that of `data`, where it is known already.
     """
@@ -34,13 +35,31 @@ def write(folder: Path, data: bytes | memoryview, sha256: str | None = None) -> 
         left.unlink(missing_ok=True)
     sha256, size = sha256 or hashlib.sha256(data).hexdigest(), len(data)
     parts = (memoryview(data)[begin : begin + PART_BYTES] for begin in range(0, size, PART_BYTES))
-    checksums = [bytes.fromhex(part_checksum(part, sha256, size, i)) for i, part in enumerate(parts)]
-    for file, content in ((_checksums(folder, sha256), b"".join(checksums)), (path(folder, sha256), data)):
+    checksums = b"".join(bytes.fromhex(part_checksum(part, sha256, size, i)) for i, part in enumerate(parts))
+    files = ((_checksums(folder, sha256), checksums), (path(folder, sha256), data))
+    for file, content in () if _is_whole(folder, sha256, checksums) else files:
         aside = folder / f"{sha256}.{os.getpid()}{file.suffix}.part"
         write_synced(aside, content)
         aside.rename(file)
     sync_folder(folder)
     return sha256, size
+
+
+def written_at(file: Path) -> int:
+    """Return when a file was written, in ns since 1970; 0: it is gone."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _is_whole(folder: Path, sha256: str, checksums: bytes) -> bool:
+    try:
+        with open(path(folder, sha256), "rb") as file:
+            is_read = hashlib.file_digest(file, "sha256").hexdigest() == sha256
+        return is_read and _checksums(folder, sha256).read_bytes() == checksums
+    except OSError:
+        return False
 
 
 def path(folder: Path, sha256: str) -> Path:
@@ -57,14 +76,16 @@ class WeightFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._asked: dict[str, float] = {}
-        self.mapped: dict[str, tuple[mmap.mmap, bytes]] = {}  # the file and its checksums
+        self.mapped: dict[str, tuple[mmap.mmap, bytes, int]] = {}  # the file, its checksums, when it was written
         self._beside = ThreadPoolExecutor(1, "deletes weights")  # it takes 0.3 s for each GB that was in memory
 
     def read(self, sha256: str, part: int) -> tuple[Array, str]:
         """Return a part of a published file, without a copy, and its checksum. Raises Refused when it is gone or has no
         such part, and OSError when it cannot be read."""
         try:
-            mapped, checksums = self.mapped.get(sha256) or self._open(sha256)
+            mapped, checksums, written = self.mapped.get(sha256) or self._open(sha256)
+            if written != written_at(path(self.folder, sha256)):  # a damaged file was written anew
+                mapped, checksums, _ = self._open(sha256)
         except FileNotFoundError:
             raise Refused(f"the weights {sha256[:12]} are gone: take the newest") from None
         self._asked[sha256] = clock.monotonic()
@@ -79,10 +100,11 @@ class WeightFiles:
                 return np.frombuffer(os.pread(file.fileno(), end - begin, begin), np.uint8), checksum
         return np.frombuffer(mapped, np.uint8)[begin:end], checksum
 
-    def _open(self, sha256: str) -> tuple[mmap.mmap, bytes]:
+    def _open(self, sha256: str) -> tuple[mmap.mmap, bytes, int]:
+        written = written_at(path(self.folder, sha256))
         with open(path(self.folder, sha256), "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.mapped[sha256] = mapped, _checksums(self.folder, sha256).read_bytes()
+        self.mapped[sha256] = mapped, _checksums(self.folder, sha256).read_bytes(), written
         return self.mapped[sha256]
 
     def clean(self, newest: list[dict[str, Any]]) -> None:

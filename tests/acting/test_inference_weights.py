@@ -12,7 +12,7 @@ import torch
 from serl_client import ConfigError
 from serl_client.controller import RemotePolicy
 
-from serl_launcher.acting.host import PolicyHost, Question
+from serl_launcher.acting.host import Loader, PolicyHost, Question
 from serl_launcher.acting.local import LocalSource
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.inference import published, rlpd
@@ -104,6 +104,25 @@ def test_weights_that_are_gone_or_of_another_policy_leave_what_acts_as_it_is(inf
     over_there.publish(3, Counting(7, sizes=(3,)))
     until(lambda: over_there.server.host.version == 3)
     assert acted() == (3, 7)
+
+
+def test_a_file_that_was_gone_or_damaged_is_read_once_it_is_written_anew(tmp_path, spec):
+    host = PolicyHost(Counting(), spec, "cpu")
+    loader, file = Loader(host), published(tmp_path, Counting())
+    whole = file.read_bytes()
+    file.unlink()
+    loader.begin(7, file)
+    assert loader.pop(PATIENCE) is None
+    file.write_bytes(b"")
+    loader.begin(7, file)
+    with pytest.raises(ConfigError, match="is damaged"):
+        loader.pop(PATIENCE)
+    loader.begin(7, file)
+    assert loader.pop() is None, "it is as it was"
+    file.write_bytes(whole)
+    loader.begin(7, file)
+    assert loader.pop(PATIENCE)
+    loader.close()
 
 
 def test_the_old_weights_act_while_newer_ones_are_read_and_the_newest_follow(inference, link):

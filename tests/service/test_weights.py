@@ -1,6 +1,7 @@
 """The server gives out parts of published weights with checksums that the trainer made of the bytes that it had."""
 
 import hashlib
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -58,6 +59,20 @@ def test_who_takes_nothing_of_what_it_has_asked_for_holds_up_nobody(server, act,
     push_episodes(other, [0])
     assert other.drain(PATIENCE)
     assert until(lambda: other.weights(0))[1].read_bytes() == content
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "checksums"])
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"?" * 16)])
+def test_what_is_gone_or_damaged_is_written_and_served_anew(tmp_path, suffix, damage):
+    content = b"weights of 16 B."
+    sha256, size = weights.write(tmp_path, content)
+    files = weights.WeightFiles(tmp_path)
+    damage(tmp_path / f"{sha256}.{suffix}")
+    with suppress(Refused):
+        files.read(sha256, 0)  # it may be mapped already
+    weights.write(tmp_path, content)
+    data, checksum = files.read(sha256, 0)
+    assert (data.tobytes(), checksum) == (content, part_checksum(content, sha256, size, 0))
 
 
 def test_of_more_versions_than_two_the_older_files_go(tmp_path):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import safetensors.torch
+import torch
 from serl_client import Feature, Spec
 from serl_client import messages as m
 from serl_client.connection import Connection
@@ -18,6 +19,7 @@ from serl_client.errors import RetakeError
 from serl_launcher.replay.mixture import statistics
 from serl_launcher.service.link import capacities
 from serl_launcher.training import monitor, writers
+from serl_launcher.training.staging import Staging
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_episode
 from tests.shared.models import differences
@@ -152,6 +154,19 @@ def test_a_full_disk_makes_training_wait_and_ends_nothing(live, monkeypatch, ser
     room.set()
     assert life.end().updates == 3
     assert life.learner.keeper.checkpoints.load()["plan"]["updates"] == 3
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: file.write_bytes(b"")])
+def test_published_weights_whose_file_is_gone_or_damaged_are_written_anew(tmp_path, damage):
+    staging = Staging()
+    staging.copy({"w": torch.ones(3)})
+    ranks, done = SimpleNamespace(published=lambda: staging), SimpleNamespace(value=1)
+    publisher = writers.Publisher(tmp_path, ranks, lambda _: done, writers.Patience(tmp_path))
+    publisher.publish(1)
+    (file,) = tmp_path.glob("*.safetensors")
+    damage(file)
+    publisher.publish(2)
+    assert safetensors.torch.load_file(file)["w"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.slow
