@@ -27,7 +27,7 @@ DAMAGE = (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueErr
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the folders of a run's checkpoints, the newest last."""
-    return sorted(path for path in folder.glob("[0-9]*") if path.name.isdecimal())
+    return sorted((path for path in folder.glob("[0-9]*") if path.name.isdecimal()), key=lambda path: int(path.name))
 
 
 def kept_settings(config: DictConfig) -> dict[str, Any]:

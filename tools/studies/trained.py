@@ -19,7 +19,7 @@ from serl_launcher.types import Batch
 def newest(folder: Path) -> tuple[Any, Spec, Any]:
     """Return the algorithm of the newest checkpoint, its Spec, and the run's config."""
     config: Any = saved(folder)
-    manifest = max((folder / "checkpoints").glob("[0-9]*/manifest.json"))
+    manifest = max((folder / "checkpoints").glob("[0-9]*/manifest.json"), key=lambda path: int(path.parent.name))
     spec = Spec.from_dict(json.loads(manifest.read_text())["spec"])
     algorithm: Any = build(config, spec)
     kept = Checkpoints(
