@@ -1,8 +1,10 @@
 """Writes and syncs the open files of one source, for the server alone: into rings, with every byte or an error."""
 
 import ctypes
+import errno
 import logging
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from serl_launcher.store.layout import Layout
 log = logging.getLogger(__name__)
 
 IOV_MAX = 1024
+LEFT_FREE = 16 << 20  # bytes that weights and checkpoints leave free on the disk, so that the store can go on
 BEGIN_WRITING = ctypes.CDLL(None).sync_file_range  # Linux; it waits for nothing, and a failure shows at the sync
 BEGIN_WRITING.argtypes = ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint
 SYNC_FILE_RANGE_WRITE = 2
@@ -132,11 +135,18 @@ def _write_all(fd: int, offset: int, pieces: list[memoryview]) -> None:
 
 
 def write_synced(path: Path, data: bytes | memoryview) -> None:
-    """Write a file whose content survives a power cut."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a file whose content survives a power cut. Raises OSError, and leaves no part of it, where the disk fails,
+    or would have less than LEFT_FREE for the index and the log."""
+    try:
+        if len(data) + LEFT_FREE > shutil.disk_usage(path.parent).free:
+            raise OSError(errno.ENOSPC, f"no room for {len(data):,} bytes and {LEFT_FREE:,} more", str(path))
+        with open(path, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from serl_client.console import throttled
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from torch import Tensor
@@ -20,7 +20,7 @@ from serl_launcher.store.files import sync_folder, write_synced
 from serl_launcher.training.resuming import DAMAGE, FORMAT, MANIFEST, check_fit, checkpoints
 from serl_launcher.training.staging import Staging
 
-log = logging.getLogger(__name__)
+log = throttled(__name__)
 
 SOON_S = 1.0  # seconds from a start to its first checkpoint; each interval is twice the one before
 SHARE = 0.1  # largest share of the time that goes into checkpoints
@@ -90,7 +90,7 @@ class Checkpoints:
         numbers = [int(path.name) for path in checkpoints(self.folder)]
         path, aside = self.folder / f"{max(numbers, default=0) + 1:06d}", self.folder / ASIDE
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        aside.mkdir(parents=True, exist_ok=True)
         contents = {STATE: plain, TENSORS: self.staging.data()}
         for name, data in contents.items():
             write_synced(aside / name, data)
@@ -131,7 +131,10 @@ class Checkpoints:
         newest = {phase: path for path, phase in ends.items() if phase}
         paths = [path for path, phase in ends.items() if newest.get(phase) != path]
         for path in [*self._broken.intersection(paths), *[p for p in paths if p not in self._broken][: -self.keep]]:
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                log.warning("checkpoint %s is not needed and cannot be deleted (%s): delete it by hand", path, error)
 
 
 def newest_whole(paths: Sequence[Path], broken: set[Path]) -> tuple[Path, dict[str, Any]] | None:

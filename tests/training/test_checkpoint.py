@@ -1,10 +1,12 @@
 """A checkpoint is there whole or not at all, and only a run of its own kind loads it."""
 
+import errno
 import json
 import logging
 import os
 import pickle
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from serl_client import ConfigError, Feature
 
 from serl_launcher.config import composed
+from serl_launcher.store.files import LEFT_FREE, write_synced
 from serl_launcher.training.checkpoint import SHARE, Checkpoints, Schedule
 from serl_launcher.training.metrics import MetricsLog, read
 from serl_launcher.training.resuming import free_settings, kept_settings
@@ -48,6 +51,42 @@ def test_the_last_few_are_kept_and_the_newest_with_which_each_phase_ended(tmp_pa
     for value, phase in enumerate(["", "reach", "reach", "lift", "", "", ""]):
         keep(checkpoints, updates=value, state=state(value), pinned=phase)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["000003", "000004", "000006", "000007"]
+
+
+def test_the_newest_is_that_of_the_largest_number(checkpoints):
+    keep(checkpoints, updates=1, state=state(1)).rename(checkpoints.folder / "999999")
+    for value in (2, 3):
+        keep(checkpoints, updates=value, state=state(value))
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["1000000", "1000001", "999999"]
+    assert checkpoints.load()["weights"]["w"][0] == 3
+
+
+def test_an_old_one_that_cannot_be_deleted_is_named_and_ends_nothing(checkpoints, monkeypatch, caplog):
+    checkpoints.keep = 1
+    old = keep(checkpoints, updates=1, state=state(1))
+
+    def busy(path, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    keep(checkpoints, updates=2, state=state(2))
+    assert re.search(f"{old} is not needed and cannot be deleted .*delete it by hand", caplog.text)
+    assert checkpoints.load()["weights"]["w"][0] == 2
+
+
+def test_what_would_fill_the_disk_is_not_written_and_what_does_leaves_no_part(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file, free = tmp_path / "file", shutil.disk_usage(tmp_path)._replace(free=LEFT_FREE + 4)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with pytest.raises(OSError, match="no room for 5 bytes"):
+        write_synced(file, b"12345")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_synced(file, b"1234")
+    assert not file.exists()
 
 
 def test_what_is_written_is_what_was_there_when_it_was_staged(checkpoints):
