@@ -182,6 +182,19 @@ def test_diffusion_on_a_gaussian_has_its_moments_as_steps_grow(fresh_noise):
     assert error[1] < 5e-3
 
 
+@pytest.mark.parametrize("steps", [100, 1000])
+@pytest.mark.parametrize("fresh_noise", [True, False], ids=["ddpm", "ddim"])
+def test_a_small_error_of_the_network_stays_small_where_guesses_are_not_clipped(fresh_noise, steps):
+    head = Diffusion(horizon=1, width=1, train_steps=steps, steps=10, fresh_noise=fresh_noise, clip=False)
+
+    def predict(chunk, time, error):
+        share = head.signal[(time * steps).round().long() - 1].unsqueeze(-1)
+        return (1 - share).sqrt() / (share * STD**2 + 1 - share) * (chunk - share.sqrt() * MEAN) + error
+
+    exact, wrong = (moments(head, partial(predict, error=error))[0] for error in (0.0, 0.01))
+    assert abs(wrong - exact) < 0.05
+
+
 def test_the_schedule_of_diffusion_is_that_of_its_paper_and_fewer_steps_end_at_the_action():
     head = Diffusion(horizon=1, width=1, train_steps=100, steps=10, fresh_noise=False, clip=True)
     expected = [math.cos((k / 100 + 0.008) / 1.008 * math.pi / 2) ** 2 for k in range(101)]

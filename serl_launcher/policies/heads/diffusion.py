@@ -11,6 +11,8 @@ end), b = 1 - s / s', and the guess a' = (x - sqrt(1 - s) eps) / sqrt(s), clippe
     (5) DDIM  x <- sqrt(s') a' + sqrt(1 - s') eps.
 A critic leads samples (policies/guidance.py): with the slope g, before the clip,
     (6) a' <- a' + sqrt(1 - s) g(a'),  and eps follows from it and x by (1).
+At k = T the guess holds the network's error 2,000 times, because sqrt(s_T) = 0.0005 for T = 100. The clip bounds that.
+Without it a sample starts at the last k with sqrt(s_k) >= 0.01, where x is noise all the same.
 T = 100, the schedule, eps and the clip are those of Diffusion Policy (Chi et al. 2023, arXiv 2303.04137).
 """
 
@@ -24,6 +26,7 @@ from torch import Tensor
 from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.policies.heads.base import Head, Predict, Slope, Target, asked
 
+LEAST_SIGNAL = 0.01  # sqrt(s) of the step at which an unclipped sample starts
 TIME = 1  # stream of a row's random numbers for its step; stream 0 is the noise
 
 
@@ -46,6 +49,7 @@ class Diffusion(Head):
         self.train_steps, self.steps, self.fresh_noise, self.clip = train_steps, steps, fresh_noise, clip
         self.keeps_unit = clip
         self._shares = _shares(train_steps)
+        self._start = train_steps if clip else max(k for k, s in enumerate(self._shares) if s >= LEAST_SIGNAL**2)
         self.register_buffer("signal", torch.tensor(self._shares[1:]), persistent=False)
 
     @property
@@ -75,6 +79,7 @@ class Diffusion(Head):
     def _denoised(self, predict: Predict, noise: Tensor, slope: Slope | None) -> Tensor:
         chunk = noise[:, 0]
         levels = [round(self.train_steps * (1 - i / self.steps)) for i in range(self.steps + 1)]  # T down to 0
+        levels = [min(k, self._start) for k in levels]  # from one to the same, (4) and (5) leave x as it is
         for i, (k, following) in enumerate(pairwise(levels)):
             s, s_next = self._shares[k], self._shares[following]
             found = asked(predict, chunk, k / self.train_steps)
