@@ -5,6 +5,7 @@ Q-chunking (qc.yaml) acts with the best of n samples, by the critics: the data's
 FQL (fql.yaml) trains a second policy, mu, that makes a chunk from noise in one step. It climbs the critics, and stays
 near the flow's chunk from the same noise:
     (2) L = alpha |mu(s, noise) - flow(s, noise)|^2 / (H A) - Q(s, mu(s, noise)) / mean_batch |Q|.
+As long as there are no values, as in a phase that clones, mu learns the first term alone: it acts as the flow would.
 Over chunks this is what the first paper calls QC-FQL; with `policy.horizon=1` it is FQL.
 """
 
@@ -40,7 +41,7 @@ class QC(ActsByCritic):
 
 class FQL(ChunkActorCritic):
     """Imitate all data by a flow (`update_clone`), learn values (`update_critic`), and train the one-step policy that
-    acts (`update_one_step`).
+    acts (`update_one_step`; before the first `update_critic`, `update_clone` does).
 
     policy: its head is a Flow. Makes the one-step policy too, whose head takes one step.
     distill_weight: alpha of (2). one_step_optimizer: makes the one-step policy's optimiser.
@@ -71,6 +72,14 @@ class FQL(ChunkActorCritic):
     def acting(self) -> HeadPolicy:
         return self.one_step
 
+    def update_clone(self, batch: Batch) -> Metrics:
+        """Take one step down the flow's imitation loss; before there are values, the one-step policy follows it."""
+        batch = self.augment(batch)
+        metrics = descend(self.policy_optimizer, batch, self.imitation_loss)
+        if self.critic_optimizer.steps:
+            return metrics
+        return metrics | descend(self.one_step_optimizer, batch, self.distil_loss, "one_step_gradient")
+
     def update_one_step(self, batch: Batch) -> Metrics:
         """Take one step of the one-step policy down (2); critics and flow do not change."""
         return descend(self.one_step_optimizer, self.augment(batch), self.one_step_loss, "one_step_gradient")
@@ -78,19 +87,27 @@ class FQL(ChunkActorCritic):
     def following_action(self, batch: Batch, following: Observation) -> Tensor:
         return self.one_step.rsample(following, seed=batch.seed, stream=NEXT, task=batch.task)[0]
 
+    def distil_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Compute the first term of (2), without alpha."""
+        loss = (batch.weight * self._distance(batch, self.one_step_optimizer.forward(batch))).mean()
+        return loss, {"distill": loss.detach()}
+
     def one_step_loss(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute (2)."""
-        observation = first_step(batch.observation)
         action = self.one_step_optimizer.forward(batch)  # [B, H, A]
-        with torch.no_grad():
-            flows, _ = self.policy.rsample(observation, seed=batch.seed, task=batch.task)
-        scale = self.policy.scale
-        distance = (scale.to_unit(action) - scale.to_unit(flows)).square().mean((1, 2))
-        value = self.value_by_action(observation, action)
+        distance = self._distance(batch, action)
+        value = self.value_by_action(first_step(batch.observation), action)
         loss = self.distill_weight * distance - value / (value.detach().abs().mean() + 1e-6)
         metrics = {"distill": distance.detach().mean(), "value_of_policy": value.detach().mean()}
         loss = (batch.weight * loss).mean()
         return loss, {"one_step_loss": loss.detach(), **metrics}
+
+    def _distance(self, batch: Batch, action: Tensor) -> Tensor:
+        """Return the mean square by which scaled actions [B, H, A] differ from the flow's of the same noise, [B]."""
+        with torch.no_grad():
+            flows, _ = self.policy.rsample(first_step(batch.observation), seed=batch.seed, task=batch.task)
+        unit = self.policy.scale.to_unit
+        return (unit(action) - unit(flows)).square().mean((1, 2))
 
 
 class _Sampled(nn.Module):

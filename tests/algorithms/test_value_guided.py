@@ -179,6 +179,17 @@ def test_the_one_step_policy_stays_near_the_flow_from_the_same_noise_and_climbs_
     torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-4)
 
 
+def test_the_one_step_policy_acts_as_the_clone_does_before_there_are_values():
+    fql = build("fql", "algo.one_step_optimizer.learning_rate=0.005")
+    drawn = rows(fql, "update_clone")
+    apart = [fql.update_clone(drawn)["distill"] for _ in range(150)]
+    assert apart[-1] < 0.2 * apart[0]
+    fql.update_critic(rows(fql, "update_critic"))
+    acting = weights(fql.acting)
+    fql.update_clone(drawn)
+    assert_same(weights(fql.acting), acting)
+
+
 # -- guidance
 
 
