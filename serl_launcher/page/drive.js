@@ -10,7 +10,7 @@ const PADS = { // label: [entry, direction, key]
 };
 const ARROWS = { ArrowUp: "i", ArrowDown: "k", ArrowRight: "l", ArrowLeft: "j" };
 const STICKS = [["y", 0], ["x", 1], ["yaw", 2], ["z", 3]]; // of a gamepad's standard mapping: entry, axis
-const held = new Set(); // labels of PADS that are held now
+const held = new Map(); // what is held now, and its label of PADS: a physical key by its code, a pad by its label
 let wheel = null; // while this page drives: {socket, actor, card, timer, and what take() begins with}
 
 export function steer(card, actor, role) {
@@ -32,10 +32,10 @@ function build(card) {
   for (const [label, [, , key]] of Object.entries(PADS)) {
     const pad = make("button", { class: "pad", "data-pad": label });
     pad.append(label, make("kbd", {}, key));
-    pad.onpointerdown = (event) => { pad.setPointerCapture(event.pointerId); held.add(label); };
+    pad.onpointerdown = (event) => { pad.setPointerCapture(event.pointerId); held.set(label, label); };
     pad.onpointerup = pad.onpointercancel = pad.onlostpointercapture = () => held.delete(label);
     pad.oncontextmenu = (event) => event.preventDefault();
-    pad.onkeydown = ({ key: pressed }) => { if (pressed === " " || pressed === "Enter") held.add(label); };
+    pad.onkeydown = ({ key, repeat }) => { if (!repeat && (key === " " || key === "Enter")) held.set(label, label); };
     pad.onkeyup = pad.onblur = () => held.delete(label);
     pads.append(pad);
   }
@@ -71,7 +71,7 @@ function send() {
   if (Date.now() > wheel.heard + 1000 * LATE_S) say("The arm does not answer: it holds");
   if (wheel.socket.bufferedAmount) return; // the link is behind: what waits there would be old
   const motion = {}, shares = sticks();
-  for (const label of held) {
+  for (const label of new Set(held.values())) {
     const [entry, direction] = PADS[label];
     shares[entry] = (shares[entry] ?? 0) + direction;
   }
@@ -162,19 +162,19 @@ function button(text, pressed, kind = "") {
   return made;
 }
 
-// -- keys, while this page drives
-function label(event) {
-  const key = ARROWS[event.key] ?? event.key.toLowerCase();
-  return Object.keys(PADS).find((name) => PADS[name][2] === key);
-}
+// -- keys, while this page drives. A key that comes up may bear another name than it did when it went down, because the
+// layout or a modifier changed meanwhile; macOS tells nothing of a key that comes up while Cmd is held.
 addEventListener("keydown", (event) => {
-  if (!wheel || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (!wheel) return;
+  if (event.ctrlKey || event.metaKey || event.altKey) return held.clear();
   if (event.key === "Escape") return letGo("The arm holds");
-  if (!label(event)) return;
-  held.add(label(event));
+  const key = ARROWS[event.key] ?? event.key.toLowerCase();
+  const label = Object.keys(PADS).find((name) => PADS[name][2] === key);
+  if (!label) return;
+  if (!event.repeat) held.set(event.code, label); // a repeat begins nothing: after hands off a key is pressed anew
   event.preventDefault();
 });
-addEventListener("keyup", (event) => held.delete(label(event)));
+addEventListener("keyup", (event) => held.delete(event.code));
 addEventListener("blur", () => letGo(AWAY));
 addEventListener("pagehide", () => letGo(AWAY));
 document.addEventListener("visibilitychange", () => document.hidden && letGo(AWAY));

@@ -3,6 +3,8 @@
 The gamepad is one that the script makes up, with the standard mapping; the touches are the browser's own.
 """
 
+import json
+
 import pytest
 
 from serl_launcher.datasets.episodes import open_run
@@ -105,3 +107,31 @@ def test_keys_touch_and_a_gamepad_drive_one_at_a_time_and_each_row_says_who(run,
     (shard,) = (run.run_dir / "datasets/online").iterdir()
     assert Dataset(shard).episode(0).flag("intervened").tolist() == driven
     assert anna.errors + bert.errors == []
+
+
+def test_a_key_that_comes_up_by_another_name_or_beside_a_modifier_is_held_no_more(served, join, open_tab):
+    """macOS says nothing of a key that comes up while Cmd is held; another layout calls it by another name."""
+    join(served.server).report({"driver": "POLICY", "remote": ""})
+    tab, said = open_tab(f"http://localhost:{served.port}/#{served.page.tokens.make('operator')}"), []
+
+    def moves(motion):
+        count = len(said)  # title(): meanwhile Playwright hands on what was sent
+        tab.wait(lambda: tab.page.title() and [each for each in said[count:] if each.get("motion") == motion])
+
+    def key(kind, key, code, **more):
+        event = {"key": key, "code": code, **more}
+        tab.page.evaluate("([kind, how]) => dispatchEvent(new KeyboardEvent(kind, how))", [kind, event])
+
+    tab.page.on("websocket", lambda link: link.on("framesent", lambda frame: said.append(json.loads(frame))))
+    tab.page.click(".begin")
+    key("keydown", "i", "KeyI")
+    moves({"x": 1})
+    key("keyup", "\u0448", "KeyI")
+    moves({})
+    key("keydown", "i", "KeyI")
+    moves({"x": 1})
+    key("keydown", "Meta", "MetaLeft", metaKey=True)
+    moves({})
+    key("keydown", "i", "KeyI", repeat=True)
+    key("keydown", "u", "KeyU")
+    moves({"z": 1})
