@@ -1,5 +1,6 @@
 """Carries out what a person orders: verdicts on episodes, and commands to the plan. Each one is acknowledged."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,29 @@ NAME = "operator"
 PATIENCE = 15.0  # seconds that a verdict may take
 ANSWER_S = 5.0  # seconds that the server may take for a command
 HEARD_S = 5.0  # seconds that an actor may take to acknowledge a word: it reports each second
+LATE_S = 5.0  # seconds after which a word is not what its person means any more
 COMMANDS = {"pause": "hold", "resume": "resume", "next": "next", "stop": "stop"}  # a button: the plan's word
 
 
-def carry_out(run_dir: Path, local: str, order: str, about: str, actor: str = "") -> str:
+def carry_out(run_dir: Path, local: str, order: str, about: str, actor: str = "", *, said: float) -> str:
     """Carry out an order, and return the sentence that acknowledges it.
 
     local: the learner's own address; empty: no learner runs. order: of COMMANDS or VERDICTS. about: the episode of a
     verdict; the phase that a command means, because one that has ended meanwhile is not meant any more.
     actor: whom a word of messages.WORDS is for, as `say` says it; empty: the order is about the run, or what is stored.
+    said: the clock.monotonic() of when it was. A label may wait for others, a word to a robot or to the plan LATE_S.
 
     Raises TrainerError, with a sentence, when it was not acknowledged.
     """
     if not local:
         raise Refused("no learner runs here: start it, then say it again")
-    if actor:
-        return say(local, order, actor, about)
-    if order in VERDICTS:
+    if order in VERDICTS and not actor:
         label(local, run_dir / "actors" / "page" / "outbox", verdict_on(about, order), name="page")
         return f"{about}: {order}. It is stored"
+    if clock.monotonic() > said + LATE_S:
+        raise Refused(f"nothing was done: it waited for more than {LATE_S:g} s: look, before you say it again")
+    if actor:
+        return say(local, order, actor, about)
     if order not in COMMANDS:
         raise Refused(f"there is no order {order[:40]!r}: say one of {', '.join([*VERDICTS, *COMMANDS])}")
     return command(local, order, about)
@@ -43,7 +48,7 @@ def carry_out(run_dir: Path, local: str, order: str, about: str, actor: str = ""
 
 def say(local: str, word: str, actor: str, about: str) -> str:
     """Say a word to an actor, and return what acknowledges it: the actor itself. about: as a Command's argument."""
-    with Connection(local, m.Hello(m.PROTOCOL, "viewer", "page")) as link:
+    with _linked(local) as link:
         done: Any = link.call(m.Command(word, about, actor=actor), ANSWER_S)
         number, end, heard, late = str(done.value), clock.monotonic() + HEARD_S, "", ""
         while heard != number and clock.monotonic() < end:
@@ -60,6 +65,11 @@ def say(local: str, word: str, actor: str, about: str) -> str:
     return f"{word}: {actor} has taken it"
 
 
+def _linked(local: str) -> Connection:
+    """Return a connection of this thread, whose name no other one has: the server ends an earlier one of that name."""
+    return Connection(local, m.Hello(m.PROTOCOL, "viewer", f"page/{threading.get_native_id()}"))
+
+
 def verdict_on(episode: str, word: str) -> Outcome:
     """Return what an operator says of an episode. word: of VERDICTS."""
     return Outcome(episode, VERDICTS[word], discard=word == "discard", judged_by=NAME)
@@ -67,7 +77,7 @@ def verdict_on(episode: str, word: str) -> Outcome:
 
 def command(local: str, order: str, phase: str) -> str:
     """Give a command to the plan, and return what acknowledges it."""
-    with Connection(local, m.Hello(m.PROTOCOL, "viewer", "page")) as link:
+    with _linked(local) as link:
         status: Any = link.call(m.Status(), ANSWER_S)
         if (now := status.report["directive"].get("phase", "")) != phase:
             raise Refused(f"nothing was done, look again: the phase is {now or 'before the first one'!r} now")

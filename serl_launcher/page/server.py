@@ -1,7 +1,8 @@
 """Runs the page's process: a web server. A browser asks, and is answered; nobody looks, nothing is done.
 
-What is read and what is ordered runs on two threads of its own, so that neither waits for the other, and the process
-has the lowest priority: server, trainer and actors never wait for it.
+What is read runs on a thread of its own, and so does each order, but those of one kind go one after the other: no
+word to a robot waits for a label, or for another robot. The process has the lowest priority: server, trainer and actors
+never wait for it.
 """
 
 import asyncio
@@ -17,8 +18,10 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 from omegaconf import DictConfig
+from serl_client import clock
 from serl_client.console import log_as, throttled
 from serl_client.errors import ConfigError, MessageError, RetakeError
 from serl_client.names import MAX_NAME, is_name
@@ -43,6 +46,7 @@ log = throttled(__name__)
 TOKEN_S = 5.0  # seconds that a new connection may take to say its token
 REVOKED_S = 1.0  # seconds after which a page that asks nothing ends with its token, too
 LONGEST = 4096  # bytes of a question
+ORDERS = 16  # of one connection that are not carried out yet
 GUEST = 6  # hexadecimal digits of a connection's random number, which name whoever drives by it
 OVER = "this link is over: a new one stands on the learner's screen"
 BROKEN = CloseCode.MESSAGE_TOO_BIG, CloseCode.PROTOCOL_ERROR, CloseCode.INVALID_DATA  # with which websockets closes
@@ -61,7 +65,8 @@ class Page:
         self._run_dir, self._local = run_dir, local
         self._folder, self._drivers = RunFolder(run_dir, local), Drivers(local)
         self._folder.refusals = self.door.refusals.counts
-        self._reader, self._clerk = (ThreadPoolExecutor(1, name) for name in ("reader", "orders"))
+        self._reader, self._clerks = ThreadPoolExecutor(1, "reader"), ThreadPoolExecutor(ORDERS, "orders")
+        self._turns = WeakValueDictionary[tuple[str, bool], asyncio.Lock]()  # of a robot, of the plan, of labels
         self._guests: dict[ServerConnection | Stream, str] = {}  # their tokens, which were good
         self._streams: dict[str, Stream] = {}  # by their names
         self._doorstep: Doorstep  # while it serves
@@ -89,7 +94,7 @@ class Page:
         """Let go of server and store, after what is being done."""
         self._drivers.close()
         self._reader.submit(self._folder.close)
-        for pool in (self._reader, self._clerk):
+        for pool in (self._reader, self._clerks):
             pool.shutdown()
 
     @asynccontextmanager
@@ -130,12 +135,34 @@ class Page:
         return None
 
     async def _serve(self, connection: ServerConnection | Stream) -> None:
+        given = set[asyncio.Task[None]]()  # orders that are not carried out yet
         try:
-            token = await self._admit(connection)
-            async for text in connection:
-                if (owner := self.door.owner(token)) is None:
-                    raise door.NotLetIn(OVER)
-                await connection.send(await self._answer(_read(text), owner, connection.id.hex[:GUEST]))
+            async with self._ending(connection):
+                token = await self._admit(connection)
+                async for text in connection:
+                    if (owner := self.door.owner(token)) is None:
+                        raise door.NotLetIn(OVER)
+                    ask = _read(text)
+                    if ask.get("ask") != "order":
+                        await self._reply(connection, ask, owner)
+                    elif len(given) >= ORDERS:
+                        raise MessageError(f"{ORDERS} orders wait: say no other one before they are carried out")
+                    else:
+                        given.add(task := asyncio.create_task(self._obey(connection, ask, owner)))
+                        task.add_done_callback(given.discard)
+        finally:
+            self._drivers.leave(connection.id.hex[:GUEST])
+            if given:
+                await asyncio.wait(given)
+            self._doorstep.leave(connection.remote_address)
+            if self._guests.pop(connection, None) and not self._guests:
+                self._reader.submit(self._folder.close)
+
+    @asynccontextmanager
+    async def _ending(self, connection: ServerConnection | Stream) -> AsyncIterator[None]:
+        """End a connection that says what is no question, or may not be let in; count that. It may also end itself."""
+        try:
+            yield
         except MessageError as error:
             self.door.refusals.add(getattr(error, "reason", "bad message"), f"a browser: {error}")
             with suppress(ConnectionClosed):
@@ -143,11 +170,14 @@ class Page:
         except ConnectionClosed as closed:
             if closed.sent is not None and closed.sent.code in BROKEN:
                 self.door.refusals.add("bad message", f"a browser: {closed.sent.reason}")
-        finally:
-            self._drivers.leave(connection.id.hex[:GUEST])
-            self._doorstep.leave(connection.remote_address)
-            if self._guests.pop(connection, None) and not self._guests:
-                self._reader.submit(self._folder.close)
+
+    async def _reply(self, connection: ServerConnection | Stream, ask: Mapping[str, Any], owner: KeyOwner) -> None:
+        await connection.send(await self._answer(ask, owner, connection.id.hex[:GUEST]))
+
+    async def _obey(self, connection: ServerConnection | Stream, ask: Mapping[str, Any], owner: KeyOwner) -> None:
+        """Carry out an order beside whatever else the browser asks."""
+        async with self._ending(connection):
+            await self._reply(connection, ask, owner)
 
     async def _admit(self, connection: ServerConnection | Stream) -> str:
         """Return the token that the first message says. Raises MessageError for one that is not good."""
@@ -209,14 +239,15 @@ class Page:
 
     async def _order(self, ask: Mapping[str, Any], owner: KeyOwner) -> str:
         """Carry out an order, and log whose it was. Raises what says why it was not, or may not have been."""
-        order, about, actor = (_text(ask, name) for name in ("order", "about", "actor"))
+        said, (order, about, actor) = clock.monotonic(), (_text(ask, name) for name in ("order", "about", "actor"))
         self._check_operator(owner.role)
         if order in orders.VERDICTS and not actor and not await self._read(lambda: self._folder.has(about)):
             raise ConfigError(f"there is no episode {about[:80]!r} in this run")
-        loop = asyncio.get_running_loop()
-        carry_out = partial(orders.carry_out, self._run_dir, self._local, order, about, actor)
+        turn = self._turns.setdefault((actor, not actor and order in orders.VERDICTS), asyncio.Lock())
+        carry_out = partial(orders.carry_out, self._run_dir, self._local, order, about, actor, said=said)
         try:
-            done = await loop.run_in_executor(self._clerk, carry_out)
+            async with turn:
+                done = await asyncio.get_running_loop().run_in_executor(self._clerks, carry_out)
         except RetakeError as error:
             log.info("%s: %s is not done, or lost: %s", owner.name, order, error)
             raise

@@ -3,6 +3,7 @@
 import io
 import json
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import numpy as np
 import pytest
@@ -170,6 +171,26 @@ def test_a_word_to_an_actor_is_acknowledged_by_that_actor_or_said_to_be_lost(bro
         assert browser.ask("order", order="ready", about=actor["question"], actor="arm") == says
     heard.result()
     assert "no actor none is connected" in browser.ask("order", order="pause", about="", actor="none")
+
+
+def test_a_word_waits_for_no_label_and_is_refused_when_others_have_held_it_up(running_clock, browse, arm, monkeypatch):
+    go, browser = Event(), browse()
+    browser.welcome()
+    browser.ask("state")
+    monkeypatch.setattr(orders, "label", lambda *_, **__: go.wait(PATIENCE))
+    monkeypatch.setattr(orders, "command", lambda *_: go.wait(PATIENCE) and "it is done")
+    for number, (word, about) in enumerate((("failure", "e0"), ("pause", ""), ("resume", ""))):
+        browser.socket.send(json.dumps({"id": number, "ask": "order", "order": word, "about": about, "actor": ""}))
+    browser.number = 9
+    assert "no actor none is connected" in browser.ask("order", order="pause", about="", actor="none")
+    running_clock.advance(1)  # so that the server is asked again
+    assert browser.ask("state")["alive"], "an order holds up, or cuts off, nobody who looks"
+    running_clock.advance(orders.LATE_S + 1)
+    go.set()
+    answers = [json.loads(browser.socket.recv(PATIENCE)) for _ in range(3)]
+    told = {each["id"]: each.get("answer", each.get("error")) for each in answers}
+    assert (told[0], told[1]) == ("e0: failure. It is stored", "it is done")
+    assert told[2].startswith("nothing was done: it waited for more than 5 s")
 
 
 def test_who_may_only_look_orders_nothing(served, browse, arm):
