@@ -12,6 +12,7 @@ from serl_client import clock
 from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.errors import ConfigError, RetakeError
+from serl_client.names import is_name
 from serl_client.way_home import BEGIN
 
 from serl_launcher.page import downloads
@@ -113,16 +114,25 @@ class RunFolder:
         return [
             {
                 "id": each.id, "actor": each.actor, "phase": each.phase, "source": each.source, "steps": each.steps,
-                "closed": bool(each.closed), "return": round(each.reward, 3), "assisted": each.intervened > 0,
+                "closed": bool(each.closed), "goes_on": self._goes_on(each),
+                "return": round(each.reward, 3), "assisted": each.intervened > 0,
                 "verdict": _verdict(each), "by": each.judged_by, "aside": reason_of(each) if is_aside(each) else "",
                 "cameras": images.cameras[:1] if images else [],
             }
             for each in (index.latest(LISTED, which=which, source=source, actor=actor) if index else ())
         ]  # fmt: skip
 
-    def has(self, episode: str) -> bool:
+    def check_over(self, episode: str) -> None:
+        """Raise ConfigError for an episode that is not there, or goes on: a label would end it here, its robot not."""
         index, _ = self._store()
-        return index is not None and index.episode(episode) is not None
+        if (found := index.episode(episode) if index else None) is None:
+            raise ConfigError(f"there is no episode {episode[:80]!r} in this run")
+        if self._goes_on(found):
+            raise ConfigError(f"{episode} goes on: say it at {found.actor}, which ends it, or once it is over")
+
+    def _goes_on(self, episode: Episode) -> bool:
+        clients = () if episode.closed else self._status()[0]["clients"]
+        return any((each["role"], each["actor"]) == ("actor", episode.actor) for each in clients)
 
     def image(self, episode: str, camera: str) -> bytes | None:
         """Return the newest image of a camera in an episode, as a JPEG; the same one for FRAME_S seconds."""
@@ -202,6 +212,8 @@ def _actor(client: Mapping[str, Any], newest: Episode | None, images: Images | N
     drives = f"{remote} drives, from a page" if remote and driver == "HUMAN" else DRIVERS.get(driver, driver)
     text = client.get("warning") or client.get("because") or drives
     cameras = images.cameras if images and newest else []
+    drives = told if is_name(told := client.get("episode")) else ""  # the episode under way, or the latest
+    is_under_way = not newest.closed if newest and newest.part_of == drives else driver in ("POLICY", "HUMAN")
     return {
         "name": client["actor"], "driver": driver, "word": SHOWN.get(driver, driver), "text": str(text),
         "warning": str(client.get("warning", "")), "rate": round(counted(client, "rate"), 1), "cameras": cameras,
@@ -209,7 +221,7 @@ def _actor(client: Mapping[str, Any], newest: Episode | None, images: Images | N
         "outbox": round(counted(client, "outbox") / 1e6, 1),
         "episode": newest.id if newest else "",
         "closed": bool(newest.closed) if newest else True, "question": str(client.get("question", 0)),
-        "asks": driver in ("FAULT", "RESET", BEGIN), "drives": client.get("episode", ""),
+        "asks": driver in ("FAULT", "RESET", BEGIN), "runs": drives if is_under_way else "",
         "remote": None if remote is None else str(remote),
         "state": images.state(newest) if images and newest and not cameras else [],
     }  # fmt: skip

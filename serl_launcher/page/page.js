@@ -198,20 +198,20 @@ function card(actor) {
   // A verdict on what the robot does now is said to its actor, which ends the episode; any other one is stored.
   const { dataset } = made;
   made.append(buttons(WORDS, () => dataset.question, () => actor.name),
-    buttons(VERDICTS, () => dataset.episode, () => (dataset.runs ? actor.name : "")));
+    buttons(VERDICTS, () => dataset.runs || dataset.episode, () => (dataset.runs ? actor.name : "")));
   return made;
 }
 
 function dress(made, actor) {
-  const runs = !actor.closed && actor.drives === actor.episode, [words, judged] = made.querySelectorAll(".verdicts");
-  Object.assign(made.dataset, { episode: actor.episode, question: actor.question, runs: runs ? "yes" : "" });
+  const { episode, question, runs } = actor, [words, judged] = made.querySelectorAll(".verdicts");
+  Object.assign(made.dataset, { episode, question, runs });
   made.dataset.word = actor.word;
   write(made, ".word", actor.word);
   write(made, ".text", actor.text);
   write(made, ".numbers", `${actor.rate} steps/s, ${actor.late} late, ${actor.steps.toLocaleString()} steps, ` +
     `${actor.takeovers} takeovers, ${actor.outbox} MB not delivered. Episode ${actor.episode || "none yet"}${actor.closed ? ", ended" : ", goes on"}`);
   words.hidden = role !== "operator";
-  judged.hidden = role !== "operator" || !actor.episode;
+  judged.hidden = role !== "operator" || !(runs || (episode && actor.closed));
   const [ready, pause, resume] = words.children;
   ready.hidden = !actor.asks;
   pause.hidden = actor.driver === "PAUSED";
@@ -308,7 +308,7 @@ async function list() {
     const said = each.aside ? `set aside: ${each.aside}` : each.verdict || (each.closed ? "not judged" : "goes on");
     write(li, ".soft", `${said}${each.by && !each.aside ? ` (${each.by})` : ""}. ${each.actor}, ${each.phase}, ${each.steps} steps, ` +
       `return ${each.return}${each.assisted ? ", with help" : ""}`);
-    li.querySelector(".verdicts").hidden = role !== "operator" || !state?.alive;
+    li.querySelector(".verdicts").hidden = role !== "operator" || !state?.alive || each.goes_on;
     for (const button of li.querySelectorAll(".quiet")) button.hidden = role !== "operator" || !each.closed;
     for (const button of li.querySelectorAll("button"))
       button.setAttribute("aria-pressed", String(button.dataset.word === each.verdict));

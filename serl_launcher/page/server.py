@@ -241,8 +241,8 @@ class Page:
         """Carry out an order, and log whose it was. Raises what says why it was not, or may not have been."""
         said, (order, about, actor) = clock.monotonic(), (_text(ask, name) for name in ("order", "about", "actor"))
         self._check_operator(owner.role)
-        if order in orders.VERDICTS and not actor and not await self._read(lambda: self._folder.has(about)):
-            raise ConfigError(f"there is no episode {about[:80]!r} in this run")
+        if order in orders.VERDICTS and not actor:
+            await self._read(lambda: self._folder.check_over(about))
         turn = self._turns.setdefault((actor, not actor and order in orders.VERDICTS), asyncio.Lock())
         carry_out = partial(orders.carry_out, self._run_dir, self._local, order, about, actor, said=said)
         try:

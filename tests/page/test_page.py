@@ -113,17 +113,38 @@ def test_an_image_is_the_newest_row_of_its_episode(served, browse, join):
     assert browser.ask("image", episode="e0", camera=STATE) is None
 
 
-def test_a_verdict_is_stored_before_it_is_acknowledged_also_on_a_running_episode(served, browse, arm, make_segment):
+def test_a_verdict_is_stored_before_it_is_acknowledged_but_while_its_robot_drives_on(served, browse, arm, make_segment):
     browser = browse()
     browser.welcome()
     push_all(arm, [make_segment("e2")])
     assert arm.drain(PATIENCE)
+    assert [each["goes_on"] for each in browser.ask("episodes")] == [True, False, False]
+    assert "e2 goes on: say it at arm" in browser.ask("order", order="success", about="e2")
+    assert not served.server.episodes()["e2"]["closed"]
+    arm.close()
+    until(lambda: not browser.ask("state")["actors"])
     for episode, word, kept in (("e0", "failure", (0, 0)), ("e1", "discard", (None, 1)), ("e2", "success", (1, 0))):
         assert browser.ask("order", order=word, about=episode) == f"{episode}: {word}. It is stored"
         row = served.server.episodes()[episode]
         assert ((row["success"], row["discard"]), row["judged_by"]) == (kept, "operator")
     assert served.server.episodes()["e2"]["closed"]
     assert "there is no episode" in browser.ask("order", order="success", about="e7")
+
+
+@pytest.mark.parametrize(
+    ("driver", "drives", "runs"),
+    [("FAULT", "e2", "e2"), ("RESET", "e1", ""), ("RESET", "e3", ""), ("POLICY", "e3", "e3"), ("POLICY", 7, "")],
+)
+def test_a_verdict_at_an_actor_is_about_what_its_robot_does_also_before_that_is_stored(
+    browse, arm, make_segment, driver, drives, runs
+):
+    push_all(arm, [make_segment("e2")])
+    assert arm.drain(PATIENCE)
+    arm.report({"driver": driver, "episode": drives})
+    browser = browse()
+    browser.welcome()
+    (actor,) = until(lambda: [each for each in browser.ask("state")["actors"] if each["driver"] == driver])
+    assert (actor["episode"], actor["closed"], actor["runs"]) == ("e2", False, runs)
 
 
 def test_before_the_first_phase_there_is_no_next(browse):
