@@ -13,7 +13,8 @@ from serl_launcher.store.index import Index
 from serl_launcher.store.layout import Layout, published
 from serl_launcher.store.schema import Episode
 
-SCAN = 4096  # steps in which an episode's newest one is looked for
+SCAN = 4096  # steps that are looked through at once
+FOUND = 256  # episodes of which it is remembered how far they were looked through
 WIDE = 640  # pixels of an image at most
 STATES = 32  # numbers of a state that are shown
 
@@ -22,6 +23,7 @@ class _Source:
     def __init__(self, folder: Path, layout: Layout) -> None:
         self.layout, self._published = layout, published(folder)
         self._steps, self.observations = layout.steps(folder), layout.observations(folder)
+        self._found: dict[int, tuple[int, int, int | None]] = {}  # by episode: the next step to look at, how many, row
 
     @property
     def tail(self) -> int:
@@ -29,12 +31,18 @@ class _Source:
 
     def last_row(self, episode: Episode) -> int | None:
         """Return the row of the newest step of an episode; None if it has left the store, or is not found."""
-        head, length = int(self._published[1]), SCAN + 4 * episode.steps
-        begin = max(episode.first, self.tail, 0 if episode.closed else head - SCAN)
-        numbers = np.arange(begin, min(begin + length, head))
-        steps = self._steps[numbers % self.layout.capacity]
-        rows = steps["row"][(steps["episode"] == episode.number) & (steps["number"] == numbers)]
-        return int(rows[-1]) if len(rows) and episode.first >= self.tail else None
+        if episode.first < self.tail:
+            return None
+        head, (step, count, row) = int(self._published[1]), self._found.pop(episode.number, (episode.first, 0, None))
+        while step < head and count < episode.steps:  # any number of steps of other actors may lie between
+            numbers = np.arange(step, min(step + SCAN, head))
+            steps = self._steps[numbers % self.layout.capacity]
+            rows = steps["row"][(steps["episode"] == episode.number) & (steps["number"] == numbers)]
+            step, count, row = int(numbers[-1]) + 1, count + len(rows), int(rows[-1]) if len(rows) else row
+        self._found[episode.number] = step, count, row
+        while len(self._found) > FOUND:
+            del self._found[next(iter(self._found))]
+        return row if episode.first >= self.tail else None
 
 
 class Images:

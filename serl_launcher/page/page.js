@@ -244,10 +244,11 @@ async function film(img, made, camera) {
 async function picture(img, episode, camera) {
   try {
     const blob = await ask({ ask: "image", episode, camera });
-    if (!blob) return;
+    if (!blob) return false;
     if (img.src) URL.revokeObjectURL(img.src);
     img.src = URL.createObjectURL(blob);
-  } catch { /* the banner says that nobody answers */ }
+    return true;
+  } catch { return false; } // the banner says that nobody answers
 }
 
 async function draw() {
@@ -295,11 +296,7 @@ async function list() {
   at("more").hidden = all.length <= most;
   keyed(at("episodes"), found, (each) => each.id, (each) => {
     const li = element("li", "", { class: "card" });
-    if (each.cameras.length) {
-      const img = element("img", "", { class: "thumb", alt: `the end of ${each.id}` });
-      li.append(img);
-      picture(img, each.id, each.cameras[0]);
-    }
+    if (each.cameras.length) li.append(element("img", "", { class: "thumb", alt: `the end of ${each.id}` }));
     const files = Object.entries(state?.downloads ?? {}).filter(([format]) => format !== "mp4" || each.cameras.length);
     li.append(element("strong", each.id), element("p", "", { class: "soft" }), buttons(VERDICTS, () => each.id),
       ...files.map(([format, end]) => download(each.id, format, end)));
@@ -308,6 +305,9 @@ async function list() {
     const said = each.aside ? `set aside: ${each.aside}` : each.verdict || (each.closed ? "not judged" : "goes on");
     write(li, ".soft", `${said}${each.by && !each.aside ? ` (${each.by})` : ""}. ${each.actor}, ${each.phase}, ${each.steps} steps, ` +
       `return ${each.return}${each.assisted ? ", with help" : ""}`);
+    const img = li.querySelector(".thumb"), steps = String(each.steps);
+    if (img && img.dataset.steps !== steps)
+      picture(img, each.id, each.cameras[0]).then((isDrawn) => { if (isDrawn) img.dataset.steps = steps; });
     li.querySelector(".verdicts").hidden = role !== "operator" || !state?.alive || each.goes_on;
     for (const button of li.querySelectorAll(".quiet")) button.hidden = role !== "operator" || !each.closed;
     for (const button of li.querySelectorAll("button"))

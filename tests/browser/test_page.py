@@ -138,6 +138,13 @@ def test_keys_alone_reach_every_button_and_the_focus_stays_when_an_episode_comes
     tab.until("[...document.querySelectorAll('#episodes strong')].map((each) => each.textContent).join() === 'e0'")
 
 
+def test_the_image_of_an_episode_that_goes_on_is_its_newest_one(cell, open_tab):
+    tab, drawn = open_tab(link(cell)), "document.querySelector('#episodes [data-key=e3] img')?.src"
+    first = tab.until(drawn)
+    cell.arm.push(blank_segment(SPEC, "e3", 8, 8, ends="terminated"))
+    tab.until(f"(first) => {drawn} !== first", first)
+
+
 def test_episodes_are_chosen_by_what_was_said_of_them_by_source_and_by_actor(cell, open_tab, join):
     other = join(cell.server, "left", spec=SPEC)
     push_all(other, [seen("f0")])

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from serl_client import Feature, Outcome
 
-from serl_launcher.page import orders
+from serl_launcher.page import images, orders
 from serl_launcher.store.index import Index
 from tests.page.conftest import serving
 from tests.shared.clients import push_all
@@ -95,17 +95,26 @@ def test_episodes_curves_and_numbers_are_those_of_the_run(served, browse, arm):
     assert (curves["outboxes"], curves["free disk"]) == ([[0, 0], [0.5, 1], [1, 2]], [[0, 7.5], [0.5, 7.5], [1, 7.5]])
 
 
-def test_an_image_is_the_newest_row_of_its_episode(served, browse, join):
+def test_an_image_is_the_newest_row_of_its_episode_however_many_of_others_lie_between(
+    served, browse, join, monkeypatch
+):
+    monkeypatch.setattr(images, "SCAN", 3)
     client = join(served.server, spec=SPEC)
     first, last = (blank_segment(SPEC, "e0", start, 4, ends=ends) for start, ends in ((0, ""), (4, "terminated")))
     for segment, shade in ((first, 10), (last, 200)):
         segment.observation[CAMERA][:] = shade
     last.observation[CAMERA][-2] = [255, 0, 0]  # the last step; what follows is the final observation
-    push_all(client, [first, last])
-    assert client.drain(PATIENCE)
+    other = join(served.server, "other", spec=SPEC)
+    for who, segments in (
+        (client, [first]),
+        (other, [blank_segment(SPEC, "f0", at, 8) for at in range(0, 48, 8)]),
+        (client, [last]),
+    ):
+        push_all(who, segments)
+        assert who.drain(PATIENCE)
     browser = browse()
     browser.welcome()
-    (actor,) = until(lambda: browser.ask("state")["actors"])
+    actor, _ = until(lambda: browser.ask("state")["actors"])
     assert (actor["cameras"], actor["episode"]) == ([CAMERA], "e0")
     pixels = np.asarray(Image.open(io.BytesIO(browser.ask("image", episode="e0", camera=CAMERA))))
     assert pixels.shape == (48, 64, 3)
