@@ -76,10 +76,9 @@ class RunFolder:
         """Return all that changes from second to second, as plain data."""
         facts, (report, trouble) = self._look(), self._status()
         index, images = self._store()
-        newest = {each.actor: each for each in reversed(index.latest(LISTED))} if index else {}
         trainer: Mapping[str, Any] = next((c for c in report["clients"] if c["actor"] == "trainer"), {})
         actors = [
-            _actor(client, newest.get(client["actor"]), images)
+            _actor(client, next(iter(index.latest(1, actor=client["actor"])), None) if index else None, images)
             for client in sorted(report["clients"], key=lambda each: each["actor"])
             if client["role"] == "actor" and client["actor"] != "page"
         ]

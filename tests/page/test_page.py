@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from serl_client import Feature, Outcome
 
-from serl_launcher.page import images, orders
+from serl_launcher.page import folder, images, orders
 from serl_launcher.store.index import Index
 from tests.page.conftest import serving
 from tests.shared.clients import push_all
@@ -60,6 +60,19 @@ def test_the_banner_says_who_drives_and_the_actor_its_numbers(browse, arm, drive
     assert (actor["name"], actor["rate"], actor["late"], actor["steps"], actor["episode"]) == ("arm", 10.0, 3, 16, "e1")
     assert [each["value"] for each in actor["state"]] == ["1", "7"] * 4  # without cameras: the newest row
     assert state["banner"]["who"] == "arm"
+
+
+def test_an_actor_has_its_newest_episode_however_many_of_others_are_newer(served, browse, arm, join, monkeypatch):
+    monkeypatch.setattr(folder, "LISTED", 2)
+    other = join(served.server, "other")
+    push_all(other, [*make_episode("f0", 0), *make_episode("f1", 1)])
+    assert other.drain(PATIENCE)
+    browser = browse()
+    browser.welcome()
+    assert [(each["name"], each["episode"]) for each in browser.ask("state")["actors"]] == [
+        ("arm", "e1"),
+        ("other", "f1"),
+    ]
 
 
 def test_an_actor_that_reports_nonsense_spoils_nothing(browse, arm):
