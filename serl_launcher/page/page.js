@@ -3,7 +3,7 @@ import { steer } from "/drive.js";
 import { dial } from "/stream.js";
 
 const at = (id) => document.getElementById(id);
-const LOST_S = 25, FRAME_MS = 100, MANY = 4, FILTERS = ["which", "source", "actor"];
+const LOST_S = 25, FRAME_MS = 100, SURE_MS = 700, MANY = 4, FILTERS = ["which", "source", "actor"];
 const ORDERS = { pause: "Pause", resume: "Resume", next: "Next", stop: "Stop" };
 const WORDS = { ready: "Ready", pause: "Pause robot", resume: "Resume robot" };
 const VERDICTS = { success: "Success", failure: "Failure", discard: "Discard" };
@@ -350,11 +350,16 @@ for (const [word, text] of Object.entries(ORDERS)) {
     if (word === "stop" && button.className !== "sure") {
       button.className = "sure";
       button.textContent = "End the run?";
+      button.setAttribute("aria-disabled", "true"); // a double click is no answer
+      setTimeout(() => button.removeAttribute("aria-disabled"), SURE_MS);
       setTimeout(() => { button.className = ""; button.textContent = text; }, 4000);
-    } else if (state) order(button, word, state.phase);
+    } else if (state && !button.hasAttribute("aria-disabled")) order(button, word, state.phase);
   };
   at("orders").append(button);
 }
+addEventListener("keydown", (event) => { // a key that is held presses a button once
+  if (event.repeat && event.key === "Enter") event.preventDefault();
+});
 at("explain").onclick = () =>
   at("explain").setAttribute("aria-pressed", String(document.body.classList.toggle("explained")));
 for (const id of FILTERS) at(id).onchange = list;
