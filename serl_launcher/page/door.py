@@ -13,6 +13,7 @@ from serl_client import clock
 from serl_client.errors import MessageError
 from websockets.asyncio.server import ServerConnection
 from websockets.datastructures import Headers
+from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
 from serl_launcher.page.certificate import opened
@@ -43,40 +44,51 @@ HEADERS = {
 
 
 class NotLetIn(MessageError):
-    """A connection without a token that is good now, or without a place. reason: under which it is counted."""
+    """A connection without a token that is good now, or without a place.
 
-    def __init__(self, text: str, reason: str = "token") -> None:
+    reason: under which it is counted. code: with which it ends; a browser comes again, but after POLICY_VIOLATION.
+    """
+
+    def __init__(self, text: str, reason: str = "token", code: int = CloseCode.TRY_AGAIN_LATER) -> None:
         super().__init__(text)
-        self.reason = reason
+        self.reason, self.code = reason, code
 
 
 class Tokens:
     """Holds who was given a link: only hashes, so that no comparison tells a part of a token by its time.
 
-    file: keeps them, so that a page which is open comes back by itself after the death of this process.
+    file: keeps them, so that a page which is open comes back by itself after the death of this process. It alone tells
+    the time of day, which may be set meanwhile.
     """
 
     def __init__(self, file: Path) -> None:
-        self._file, self._known = file, _kept(file)  # {hash: (role, when it ends: seconds since 1970)}
+        self._file, self._known = file, _kept(file)  # {hash: (role, when it ends, by clock.monotonic())}
 
     def make(self, role: str) -> str:
         """Return a new token of this role, good for LIFE_S. Forgets those that are over."""
-        now, token = clock.time(), secrets.token_urlsafe(32)
+        now, token = clock.monotonic(), secrets.token_urlsafe(32)
         known = {**_kept(self._file), **self._known, _hashed(token): (role, now + LIFE_S)}
         self._known = {each: (its, end) for each, (its, end) in known.items() if end > now}
         with suppress(OSError), replaced(self._file) as aside:  # else they are good as long as this process
-            aside.write_text(json.dumps(self._known))
+            began = clock.time() - now
+            aside.write_text(json.dumps({each: (its, began + end) for each, (its, end) in self._known.items()}))
         return token
 
     def role(self, token: str) -> str | None:
         """Return the role of a token; None: there is none such, or not any more."""
         role, end = self._known.get(_hashed(token), ("", 0.0))
-        return role if 0 < end - clock.time() <= LIFE_S else None  # a clock that was set back lets nobody in
+        return role if end > clock.monotonic() else None
 
 
 def _kept(file: Path) -> dict[str, tuple[str, float]]:
+    now, began = clock.time(), clock.time() - clock.monotonic()
     try:
-        return {str(each): (str(role), float(end)) for each, (role, end) in json.loads(file.read_text()).items()}
+        kept = {str(each): (str(role), float(end)) for each, (role, end) in json.loads(file.read_text()).items()}
+        return {
+            each: (role, end - began)
+            for each, (role, end) in kept.items()
+            if 0 < end - now <= LIFE_S  # a clock that was set back lets nobody in
+        }
     except (OSError, ValueError, TypeError, AttributeError):  # there is none, or it is damaged: new links are printed
         return {}
 
@@ -103,6 +115,12 @@ class Door:
             return KeyOwner(f"the {role}'s link", role)  # no name of a key holds a space
         owner = self._named.bearer(token, "page") if self._named else None
         return owner if owner and owner.role in ROLES else None
+
+    def refusal(self, text: str) -> NotLetIn:
+        """Return why a token that has no owner is not let in: this text, or that the keys cannot be read now."""
+        if self._named and self._named.fails:
+            return NotLetIn("the keys cannot be read now: the learner's log says why")
+        return NotLetIn(text, code=CloseCode.POLICY_VIOLATION)
 
     def knock(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer a request for a file, and refuse what comes from elsewhere; None: it may talk.

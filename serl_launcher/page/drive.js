@@ -50,7 +50,7 @@ function take(card) {
   letGo("The arm holds");
   const socket = dial(), actor = card.dataset.key;
   socket.binaryType = "arraybuffer";
-  const begun = { number: 0, seen: 0, frame: 0, heard: Date.now(), press: "take over", asked: new Map(), next: 0 };
+  const begun = { number: 0, seen: 0, frame: 0, heard: performance.now(), press: "take over", asked: new Map(), next: 0 };
   wheel = { socket, actor, card, ...begun };
   socket.onopen = () => socket.send(JSON.stringify({ token: sessionStorage.getItem("token") ?? "" }));
   socket.onmessage = ({ data }) => {
@@ -68,7 +68,7 @@ function take(card) {
 function send() {
   if (!wheel.card.isConnected) held.clear(); // nobody sees the arm now
   if (document.hidden || !document.hasFocus()) return letGo(AWAY);
-  if (Date.now() > wheel.heard + 1000 * LATE_S) say("The arm does not answer: it holds");
+  if (performance.now() > wheel.heard + 1000 * LATE_S) say("The arm does not answer: it holds");
   if (wheel.socket.bufferedAmount) return; // the link is behind: what waits there would be old
   const motion = {}, shares = sticks();
   for (const label of new Set(held.values())) {
@@ -94,7 +94,7 @@ function hear({ id, answer, error }) {
   const { driver, holder, text, number, heard, frame, cameras } = answer;
   if (heard && holder !== driver) return letGo(holder ? `${holder} drives` : text || "The arm is handed back");
   if (number > wheel.seen) {
-    Object.assign(wheel, { seen: number, heard: Date.now() });
+    Object.assign(wheel, { seen: number, heard: performance.now() });
     wheel.card.querySelector(".drive").dataset.me = driver;
     if (wheel.press === "take over") wheel.press = "";
     say(text || `${wheel.card.dataset.word === "HUMAN" ? "You drive" : "You are at the controls"}, as ${driver}`);

@@ -18,7 +18,7 @@ if (location.hash.length > 1) {
   sessionStorage.setItem("token", location.hash.slice(1));
   history.replaceState(null, "", location.pathname);
 }
-let socket = null, role = "", number = 0, state = null, chosen = "", most = 12;
+let socket = null, heard = 0, role = "", number = 0, state = null, chosen = "", most = 12;
 const asked = new Map();
 
 function opened() {
@@ -30,7 +30,9 @@ function opened() {
 
 function connect() {
   socket = opened();
+  setTimeout(endMute, LOST_S * 1000, socket, performance.now());
   socket.onmessage = ({ data }) => {
+    heard = performance.now();
     if (!role) {
       role = JSON.parse(data).role;
       at("orders").hidden = role !== "operator";
@@ -47,11 +49,19 @@ function connect() {
   };
 }
 
+// A browser may not know for minutes that a link is dead, as after its machine slept.
+function endMute(link, since) {
+  if (heard < since) link.close();
+}
+
 function ask(what) {
   return new Promise((resolve, reject) => {
     if (!role) return reject(new Error("not connected: nothing was sent"));
     const id = ++number;
-    const late = setTimeout(() => settle(id, null, `no answer for ${LOST_S} s: it may be lost`), LOST_S * 1000);
+    const late = setTimeout((...about) => {
+      settle(id, null, `no answer for ${LOST_S} s: it may be lost`);
+      endMute(...about);
+    }, LOST_S * 1000, socket, performance.now());
     asked.set(id, { resolve, reject, late });
     socket.send(JSON.stringify({ id, ...what }));
   });

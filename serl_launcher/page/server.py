@@ -141,7 +141,7 @@ class Page:
                 token = await self._admit(connection)
                 async for text in connection:
                     if (owner := self.door.owner(token)) is None:
-                        raise door.NotLetIn(OVER)
+                        raise self.door.refusal(OVER)
                     ask = _read(text)
                     if ask.get("ask") != "order":
                         await self._reply(connection, ask, owner)
@@ -166,7 +166,7 @@ class Page:
         except MessageError as error:
             self.door.refusals.add(getattr(error, "reason", "bad message"), f"a browser: {error}")
             with suppress(ConnectionClosed):
-                await connection.close(CloseCode.POLICY_VIOLATION, _short(str(error)))
+                await connection.close(getattr(error, "code", CloseCode.POLICY_VIOLATION), _short(str(error)))
         except ConnectionClosed as closed:
             if closed.sent is not None and closed.sent.code in BROKEN:
                 self.door.refusals.add("bad message", f"a browser: {closed.sent.reason}")
@@ -187,7 +187,7 @@ class Page:
         except TimeoutError:
             raise door.NotLetIn("no token came") from None
         if (owner := self.door.owner(token)) is None:
-            raise door.NotLetIn("this link is not good, or over: take the newest one from the learner's screen")
+            raise self.door.refusal("this link is not good, or over: take the newest one from the learner's screen")
         if not self._doorstep.welcome(connection.remote_address, owner.name):
             raise door.NotLetIn("too many pages are open: close one", "too many connections")
         self._guests[connection] = token
@@ -201,7 +201,8 @@ class Page:
             over = [page for page, token in self._guests.items() if self.door.owner(token) is None]
             for page in over:  # also of one that reads nothing
                 asyncio.get_running_loop().call_later(CLOSE_S, page.transport.abort)
-            ends = (page.close(CloseCode.POLICY_VIOLATION, OVER) for page in over)
+            why = self.door.refusal(OVER)
+            ends = (page.close(why.code, str(why)) for page in over)
             await asyncio.gather(*ends, return_exceptions=True)
 
     async def _answer(self, ask: Mapping[str, Any], owner: KeyOwner, guest: str) -> str | bytes:

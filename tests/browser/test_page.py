@@ -180,6 +180,18 @@ def test_64_actors_are_a_table_from_which_a_key_chooses_one(served, open_tab, mo
     assert tab.page.locator("#actors article").count() == 1
 
 
+def test_a_page_whose_link_says_nothing_any_more_connects_again(served, chromium, exits):
+    context, dialled = chromium.new_context(), []
+    exits.callback(context.close)
+    page = context.new_page()
+    page.clock.install()
+    page.route_web_socket("**/socket", lambda made: dialled.append(made))  # nobody answers
+    page.goto(link(served))
+    until(lambda: page.title() and len(dialled) == 1)
+    page.clock.fast_forward(26_000)
+    until(lambda: page.clock.fast_forward(1000) or len(dialled) > 1)
+
+
 @pytest.mark.parametrize("kind", ["mp4", "zip"])
 def test_an_episode_is_taken_along(served, open_tab, join, kind):
     pytest.importorskip("lerobot", reason="needs the extra `data`")

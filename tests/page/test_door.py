@@ -67,6 +67,14 @@ def test_a_link_is_good_for_twelve_hours_and_an_open_page_ends_with_it(browse, s
     assert closed(browser) == (1008, "this link is over: a new one stands on the learner's screen")
 
 
+def test_a_link_stays_good_though_the_time_of_day_is_set(tmp_path, running_clock, monkeypatch):
+    tokens = door.Tokens(tmp_path / "page.tokens")
+    token = tokens.make("viewer")
+    for step in (-7200, 24 * 3600):
+        monkeypatch.setattr("serl_client.clock.time", lambda step=step: running_clock.time() + step)
+        assert tokens.role(token) == "viewer"
+
+
 @pytest.mark.parametrize(
     ("host", "origin"),
     [("localhost", "http://evil.example"), ("localhost", None), ("localhost", "null"), ("localhost", "http://localhost"),
@@ -193,7 +201,7 @@ def test_a_viewer_who_opens_many_pages_keeps_no_operator_out(served, browse, mon
     monkeypatch.setattr(served.page._doorstep._places, "most", 3)
     viewers = [browse(role="viewer") for _ in range(3)]
     assert all(each.welcome() for each in viewers)
-    assert closed(browse(role="viewer")) == (1008, "too many pages are open: close one")
+    assert closed(browse(role="viewer")) == (1013, "too many pages are open: close one")
     assert browse().welcome()["role"] == "operator"
     assert closed(viewers[2]) == (1006, "")
     assert counted(served, "too many connections") == 2
@@ -247,7 +255,7 @@ def test_who_leaves_before_the_answer_keeps_a_place_until_that_is_made(served, b
     for _ in range(3):
         unread(served, "curves").close()
     assert until(lambda: len(served.page._guests) == 3)
-    assert closed(browse(role="viewer")) == (1008, "too many pages are open: close one")
+    assert closed(browse(role="viewer")) == (1013, "too many pages are open: close one")
     go_on.set()
     assert until(lambda: not served.page._guests)
     assert browse(role="viewer").welcome()

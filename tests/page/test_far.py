@@ -175,6 +175,17 @@ def test_a_revoked_key_ends_its_open_pages_also_where_they_ask_nothing_and_opens
         assert closed(browse(page, token=token, way=way))[0] == 1008
 
 
+def test_while_keys_cannot_be_read_a_page_ends_in_such_a_way_that_it_comes_again(served, keys, browse):
+    token, file = token_of(keys, "alice", "operator"), keys / "allowed.json"
+    with serving(served.server.run_dir, served.server.local, keys=keys) as page:
+        browser = browse(page, token=token)
+        browser.welcome()
+        file.rename(keys / "aside")
+        assert closed(browser) == (1013, "the keys cannot be read now: the learner's log says why")
+        (keys / "aside").rename(file)
+        assert browse(page, token=token).welcome()["role"] == "operator"
+
+
 def test_a_key_for_the_page_opens_the_page_alone_and_no_other_key_does(keys, tmp_path):
     token, allowed = token_of(keys, "alice", "viewer"), AllowList(keys)
     owner = Page(tmp_path, "", keys=keys).door.owner
