@@ -25,11 +25,11 @@ def chart(
     """Return a figure with the curves; None without points.
 
     why: one sentence. x, unit: of the numbers on the axes. share: the values are from 0 to 1. says_last: the title
-    tells the last values, and more than one line is named.
+    tells the last values, and those of more than one line that have points are named.
     """
-    lines = [_finite(line) for line in lines]
+    is_named, lines = says_last and len(lines) > 1, [line for line in map(_finite, lines) if line.points]
     points = [point for line in lines for point in line.points]
-    if not points:
+    if not lines:
         return None
     right = max(max(point.x for point in points), 1)
     low, high = (0.0, 1.0) if share else _range(points)
@@ -46,14 +46,10 @@ def chart(
         drawn.append(element("polygon", points=" ".join(band), class_=f"band {line.kind}"))
         drawn.append(element("polyline", points=" ".join([*path, path[-1]]), class_=f"line {line.kind}"))
         drawn.append(_dot(path[-1], line.kind))
-    newest = [line.points[-1] for line in lines if line.points]
+    newest = [line.points[-1] for line in lines]
     said = " / ".join(f"{point.value:.0%}" if share else number(point.value, unit) for point in newest) * says_last
     picture = element("svg", element("title", f"{title} {said}"), *drawn, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img")
-    named = (
-        [element("span", line.name, class_=f"key {line.kind}") for line in lines]
-        if says_last and len(lines) > 1
-        else []
-    )
+    named = [element("span", line.name, class_=f"key {line.kind}") for line in lines if is_named]
     head = element("h3", title, " ", element("b", said), title=why)
     return element("figure", head, picture, *named, element("figcaption", why), class_="card")
 

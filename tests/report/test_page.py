@@ -14,10 +14,11 @@ from serl_client import Feature
 
 from serl_launcher import launcher
 from serl_launcher.config import composed, saved
-from serl_launcher.report import begun, page
+from serl_launcher.report import begun, charts, page
 from serl_launcher.report.elements import VOID
 from serl_launcher.store.store import Store
 from serl_launcher.training.facts import facts_of
+from serl_launcher.training.tallies import Point
 from tests.shared.common import CONFIG, STATE
 from tests.shared.data import blank_segment
 from tests.shared.here import start
@@ -195,6 +196,13 @@ def test_two_runs_are_compared_by_the_tool_start_by_start(finished, tmp_path):
     assert "No paired comparison" in checked(page.page(facts_of(finished), [facts_of(other)])).text
     status, said = called("report", tmp_path)
     assert (status, "holds no run (it has no config.yaml): name the folder of a run" in said) == (1, True)
+
+
+def test_of_two_runs_of_which_one_has_no_curve_the_other_is_drawn_and_named():
+    lines = [charts.Line([], "empty"), charts.Line([Point(0, 1, 1, 1), Point(8, 2, 2, 2)], "full", "other")]
+    drawn = str(charts.chart("Return", "Why.", lines, x="steps"))
+    assert ("full" in drawn, "empty" in drawn) == (True, False)
+    assert charts.chart("Return", "Why.", lines[:1], x="steps") is None
 
 
 def test_what_differs_from_the_default_and_the_commands_of_all_starts_are_told(tmp_path):
