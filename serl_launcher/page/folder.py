@@ -125,7 +125,7 @@ class RunFolder:
         """Raise ConfigError for an episode that is not there, or goes on: a label would end it here, its robot not."""
         index, _ = self._store()
         if (found := index.episode(episode) if index else None) is None:
-            raise ConfigError(f"there is no episode {episode[:80]!r} in this run")
+            raise ConfigError(f"there is no episode {episode[:80]!r} in this run: choose one that is listed")
         if self._goes_on(found):
             raise ConfigError(f"{episode} goes on: say it at {found.actor}, which ends it, or once it is over")
 
