@@ -23,7 +23,7 @@ from serl_launcher.policies.chunk import Bounded
 from serl_launcher.policies.editor import Edited, Editor
 from serl_launcher.types import Batch, Metrics
 
-EDIT = 4  # stream of a row's random numbers for its edit
+EDIT = 8  # stream of a row's random numbers for its edit
 
 
 class EXPO(ActsByCritic):

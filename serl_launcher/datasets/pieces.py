@@ -72,6 +72,10 @@ class Piece:
             add = np.add if name == names.REWARD else np.maximum
             add.at(happened, self.resampled.owner, told)
             taken = taken.set_column(taken.column_names.index(name), name, pa.array(happened))
+        if names.GAP in rows.column_names:  # before a row: before the first step that shows it, or what came after it
+            gaps = np.flatnonzero(tables.numbers(rows[names.GAP], names.GAP))
+            is_gap = np.isin(np.arange(len(taken)), np.searchsorted(self.resampled.rows, gaps))
+            taken = taken.set_column(taken.column_names.index(names.GAP), names.GAP, pa.array(is_gap))
         return taken
 
 

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import av
 import cv2
 import numpy as np
+import pyarrow as pa
 import pytest
 from serl_client.episode import Stamp, join
 from serl_client.errors import ConfigError
@@ -205,6 +206,15 @@ def test_rows_whose_times_go_wrong_are_not_resampled_and_say_why(times):
     (piece,) = pieces({"length": 4}, np.zeros(4), np.array(times), 10, 20)
     assert "its time stamps stand still, go back, or leap 10 periods" in piece.fault
     assert len(piece) == 4
+
+
+@pytest.mark.parametrize("to", [4, 10, 25])
+def test_a_gap_before_a_row_is_before_the_first_step_that_shows_it_or_a_later_one(to):
+    (piece,) = pieces({"length": 9}, np.zeros(9), np.arange(9) / 10, 10 if to != 10 else 5, to)
+    rows = pa.table({"gap": np.arange(9) == 4, "row": np.arange(9)})
+    taken = piece.taken(rows)
+    shown, gaps = taken["row"].to_numpy(), taken["gap"].to_numpy()
+    assert gaps.tolist() == [at == np.flatnonzero(shown >= 4)[0] for at in range(len(shown))]
 
 
 def test_depths_and_texts_are_left_out_with_the_reason(tmp_path, made):
