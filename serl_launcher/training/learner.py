@@ -198,7 +198,7 @@ class Learner:
                 return
         self._direct()
         if self.state.at is not at:
-            self._drop_early_next()
+            self.server.drop(("next",), "`next` was said while the phase before ended by itself: this one goes on")
 
     def person_time(self) -> dict[str, Any]:
         """Return how long the run has needed a person until now; see PersonTime."""
@@ -214,14 +214,6 @@ class Learner:
                 is_over = name in ENDING
             except RetakeError as error:
                 log.warning("%s", error)
-
-    def _drop_early_next(self) -> None:
-        """Forget each `next` that was said before anybody could see this phase: it was about the one before."""
-        self.server.synchronise()
-        early = [command for command in self.server.commands if command[1] == "next"]
-        self.server.commands = [command for command in self.server.commands if command not in early]
-        if early:
-            log.warning("`next` was said while the phase before ended by itself: this one goes on")
 
     def _do(self, action: str, source: str | None, ended: str) -> None:
         if action == "checkpoint":
@@ -345,6 +337,12 @@ class Learner:
         self.publisher.version = dict(self.server.link.notice.weights)
         self.ranks.begin(saved and saved["algorithm"])
         if saved is None:
+            if self.monitor.metrics.updates >= 0:  # its checkpoints were deleted
+                log.warning(
+                    "no checkpoint is left: learning anew from the data there is, with phases that count from here"
+                )
+                self.state = PlanState(self.state.plan, self._progress())
+                self.server.drop(ENDING, "`next`, `goto` and `stop` from before are not obeyed: say them again")
             self.monitor.metrics.updates = -1  # those of an earlier start are not made again
             return
         self.sources.load_state_dict(saved["sources"])

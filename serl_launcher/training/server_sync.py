@@ -1,7 +1,7 @@
 """The trainer's talk with the server: it hears of episodes and commands, and tells what actors are to do."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from serl_client import clock
@@ -63,6 +63,14 @@ class ServerSync:
             synced = self.call(m.Sync(self._revision, self.newest_command))
             self._take(synced)
             more = synced.more
+
+    def drop(self, names: Collection[str], why: str) -> None:
+        """Drop the commands of these names that were said until now and not carried out; log `why` if there are any."""
+        self.synchronise()
+        kept = [command for command in self.commands if command[1] not in names]
+        if len(kept) < len(self.commands):
+            log.warning("%s", why)
+        self.commands = kept
 
     def call(self, message: m.Message) -> Any:
         """Return the server's answer. Where that took a new connection, a Sync under way on the old one was lost."""

@@ -258,6 +258,23 @@ def test_an_operators_command_is_carried_out_once_over_all_restarts(server, live
 
 
 @pytest.mark.slow
+def test_a_run_whose_checkpoints_were_deleted_counts_and_obeys_what_comes_from_then_on(server, live, connect, caplog):
+    plan = plan_of(practise=phase(until="env_steps >= 50"), two=phase(until="operator"), three=phase(until="operator"))
+    first = live(server, plan).begin()
+    client = connect(server)
+    until(lambda: first.phase == "two" and len(first.made) > 5)  # the store holds more steps of `practise`
+    client.command("next")
+    until(lambda: first.phase == "three")
+    first.die()
+    shutil.rmtree(server.run_dir / "checkpoints")
+    second = live(server, plan, seed=1).begin()
+    until(lambda: len(second.made) > 20)
+    assert second.phase == "practise"
+    assert "no checkpoint is left: learning anew" in caplog.text
+    assert "`next`, `goto` and `stop` from before are not obeyed" in caplog.text
+
+
+@pytest.mark.slow
 def test_goto_to_the_phase_under_way_ends_it_and_begins_it_again(server, live, connect):
     life = live(server, plan_of(practise=phase(until="operator", on_end=["publish"]))).begin()
     until(lambda: len(life.made) > 20)
