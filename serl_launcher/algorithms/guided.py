@@ -18,12 +18,11 @@ from serl_launcher.algorithms.chunk_actor_critic import ActsByCritic, Parts
 from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.seeded_noise import uniform
 from serl_launcher.policies.chunk import NO_TASK, HeadPolicy
-from serl_launcher.policies.guidance import Guidance, pick_words
+from serl_launcher.policies.guidance import DROPPED, Guidance, pick_words
 from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Batch, Metrics, Observation
 
 SHARE = 0.01  # by which the mean |Q| moves towards a batch's; more in the first updates
-DROPPED = 3  # stream of a row's random numbers for leaving its task out
 
 
 class Led(Wrapped):

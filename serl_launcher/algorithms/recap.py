@@ -31,7 +31,7 @@ from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.policies.base import Policy
 from serl_launcher.policies.chunk import NO_TASK, HeadPolicy
-from serl_launcher.policies.guidance import Guidance, pick_words
+from serl_launcher.policies.guidance import DROPPED, Guidance, pick_words
 from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Batch, Metrics, Observation, Window
 
@@ -39,7 +39,6 @@ POSITIVE = "Advantage: positive"
 ADVANTAGE, DERIVED = "advantage", "derived.advantage"
 SUCCESS, REMAINING = "episode.success", "episode.remaining"
 MOVES = 0.02  # share by which the threshold moves towards a batch's; more in the first updates
-DROPPED = 3  # stream of a row's random numbers for leaving the condition out
 
 
 class Conditioned(Wrapped):

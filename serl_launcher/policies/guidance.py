@@ -19,6 +19,7 @@ from torch import Tensor
 from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.policies.heads.base import Predict, Slope
 
+DROPPED = 7  # stream of a row's random numbers for leaving its task or its condition out; no head or policy has it
 LEAST = 1e-6  # added to the mean absolute value by which slopes are divided
 
 

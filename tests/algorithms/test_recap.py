@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from serl_launcher.algorithms.recap import POSITIVE
+from serl_launcher.networks import seeded_noise
 from tests.shared.models import STATE, act, algorithm_of, batch, robot
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,6 +80,15 @@ def test_good_rows_and_those_of_a_person_have_the_condition_but_for_a_dropped_pa
     for each in (1, 2):
         assert is_told[kind == each].float().mean() == pytest.approx(0.75, abs=0.08)
     assert metrics["positive"] == pytest.approx(2 / 3, abs=0.01)
+
+
+@pytest.mark.parametrize("head", ["mip_coin_flip", "mean_flow"])
+def test_leaving_the_condition_out_and_the_heads_loss_draw_other_numbers(monkeypatch, head):
+    algorithm = algorithm_of(SPEC, "algo=recap", "policy=chunk", f"head={head}")
+    made, used = seeded_noise._drawn, []
+    monkeypatch.setattr(seeded_noise, "_drawn", lambda *asked: used.append(asked[2]) or made(*asked))
+    algorithm.update_clone(rows(algorithm, "update_clone"))
+    assert len(used) == len({*used}) >= 3
 
 
 def test_the_condition_is_a_word_for_a_policy_that_reads_words():
