@@ -379,8 +379,8 @@ class ReplayMixture:
 def statistics(mixture: ReplayMixture, name: str) -> dict[str, dict[str, Array]]:
     """Return {mean, std, low, high: {column: [*shape]}} of the actions and of each float observation.
 
-    name: the source or view. Observations beyond their limits are left out, unless there are no others: an
-    operator may have taken such an episode back. Raises ConfigError if it is empty.
+    name: the source or view. Values beyond their limits are left out, unless there are no others: an operator may
+    have taken such an episode back. Raises ConfigError if it is empty.
     """
     found: dict[str, dict[str, Array]] = {"mean": {}, "std": {}, "low": {}, "high": {}}
     parts, limits = mixture.views[name].of, Limits(mixture.spec)
@@ -392,7 +392,7 @@ def statistics(mixture: ReplayMixture, name: str) -> dict[str, dict[str, Array]]
             raise ConfigError(f"no statistics of {key}: source or view {name!r} holds no steps yet; collect some first")
         _, low, high = limits.found[key]
         usual = ((low <= rows) & (rows <= high)).reshape(len(rows), -1).all(1)
-        rows = rows[usual] if key != "action" and usual.any() else rows
+        rows = rows[usual] if usual.any() else rows
         found["mean"][key], found["std"][key] = rows.mean(0, dtype=np.float64), rows.std(0, dtype=np.float64)
         found["low"][key], found["high"][key] = rows.min(0), rows.max(0)
     return found

@@ -269,10 +269,10 @@ def test_weights_that_are_not_finite_are_neither_published_nor_kept(server, live
     assert live(server, plan_of(**LEARNING), seed=1).run().updates == 30
 
 
-def test_the_statistics_leave_out_what_is_not_finite():
+def test_the_statistics_leave_out_what_is_not_finite_or_beyond_its_limit():
     class Buffer:
         def observed(self, name, among):
-            return np.array([[1.0, 2.0], [3.0, 4.0], [np.nan, 6.0], [5.0, np.inf]], np.float32)
+            return np.array([[1.0, 2.0], [3.0, 4.0], [np.nan, 6.0], [5.0, np.inf], [2e6, 4.0]], np.float32)
 
     class Stored:
         spec = Spec({STATE: Feature((2,))}, Feature((2,), low=-9, high=9), fps=10.0)
