@@ -7,12 +7,14 @@ reward -1 for each step and `failure` at the end of a failed episode, divided by
     (3) A_t = -n / |lowest| + V(s_{t+n}) - V(s_t) over n = 10 steps; R_t - V(s_t) where the episode ends before.
 A row is positive if its advantage is above that of the others but a `share` of them, or if a person drove it. Positive
 rows are imitated with the condition, but a part of them, `dropped`, and all others without it. What acts has the
-condition, and may go beyond it: classifier-free guidance, (2) of policies/guidance.py.
+condition, and may go beyond it: classifier-free guidance, (2) of policies/guidance.py. Before there are advantages, as
+in a phase that clones, every row is positive: whoever recorded it, the condition is trained.
 
 The condition is added to the task's words for PI0, and an input of other policies. `update_value` learns (2),
 `update_advantage` computes (3) into a derived column, and `update_policy` imitates.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,6 +36,8 @@ from serl_launcher.policies.chunk import NO_TASK, HeadPolicy
 from serl_launcher.policies.guidance import DROPPED, Guidance, pick_words
 from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Batch, Metrics, Observation, Window
+
+log = logging.getLogger(__name__)
 
 POSITIVE = "Advantage: positive"
 ADVANTAGE, DERIVED = "advantage", "derived.advantage"
@@ -96,6 +100,7 @@ class RECAP(Algorithm):
         features = features_of(spec, made, encoder)
         self.critic = critic(spec, encoder=features, horizon=0, scale=made.scale)
         self.policy_optimizer, self.value_optimizer = optimizer(made), value_optimizer(self.critic)
+        self._said_clipped = False
         self.steps, self.failure, self.lowest, self.share, self.dropped = steps, failure, lowest, share, dropped
         self.augment = augmentation(augment, {*made.inputs, *features.inputs})
         self.register_buffer("threshold", torch.zeros(()))
@@ -131,6 +136,7 @@ class RECAP(Algorithm):
         ends = batch.extras[REMAINING][:, 0] < self.steps
         ahead = torch.where(ends, self.returns(batch), batch.length / self.lowest + following)
         advantage = ahead - value
+        self._say_clipped(batch)
         moves = torch.where(self.seen > 0, (9 / (10 + self.seen)).clamp(min=MOVES), 1.0)
         self.threshold.lerp_(advantage.quantile(1 - self.share), moves)
         self.seen += 1
@@ -138,12 +144,25 @@ class RECAP(Algorithm):
         return metrics, {ADVANTAGE: advantage}
 
     def update_clone(self, batch: Batch) -> Metrics:
-        """Take one step down the imitation loss, before there are advantages: a person's rows have the condition."""
-        return self._imitate(batch, batch.intervened[:, 0])
+        """Take one step down the imitation loss, before there are advantages: every row is positive."""
+        return self._imitate(batch, torch.ones_like(batch.intervened[:, 0]))
 
     def update_policy(self, batch: Batch) -> Metrics:
         """Take one step down the imitation loss of all rows, with the condition where they were good."""
         return self._imitate(batch, (batch.extras[DERIVED][:, 0] > self.threshold) | batch.intervened[:, 0])
+
+    def _say_clipped(self, batch: Batch) -> None:
+        """Log, once, that (1) is clipped in a success: there it is -1, as if the episode had failed."""
+        if self._said_clipped:
+            return
+        remaining = int((batch.extras[REMAINING] * batch.extras[SUCCESS]).max())
+        self._said_clipped = remaining > -self.lowest
+        if self._said_clipped:
+            log.warning(
+                "algo.lowest=%g: a success was %d steps away, which counts as no better than a failure. Advantages do "
+                "not tell such steps apart. For episodes this long, begin a run with algo.lowest=%g",
+                self.lowest, remaining, self.failure - remaining,
+            )  # fmt: skip
 
     def _imitate(self, batch: Batch, is_positive: Tensor) -> Metrics:
         told = is_positive & (uniform(batch.seed, (), DROPPED) >= self.dropped)

@@ -82,6 +82,20 @@ def test_good_rows_and_those_of_a_person_have_the_condition_but_for_a_dropped_pa
     assert metrics["positive"] == pytest.approx(2 / 3, abs=0.01)
 
 
+def test_a_clone_learns_demonstrations_under_the_condition_whoever_recorded_them():
+    algorithm = build("algo.dropped=0")
+    drawn = rows(algorithm, "update_clone")
+    metrics = algorithm.update_clone(replace(drawn, intervened=torch.zeros_like(drawn.intervened)))
+    assert metrics["positive"] == 1
+
+
+def test_a_success_too_far_away_for_the_lowest_return_is_told_once(caplog):
+    algorithm = build("algo.failure=-300", "algo.lowest=-360")
+    for success, remaining in ((True, 360), (False, 700), (True, 500), (True, 500)):
+        algorithm.update_advantage(rows(algorithm, "update_advantage", remaining=remaining, success=success))
+    assert [record.getMessage().split()[-1] for record in caplog.records] == ["algo.lowest=-800"]
+
+
 @pytest.mark.parametrize("head", ["mip_coin_flip", "mean_flow"])
 def test_leaving_the_condition_out_and_the_heads_loss_draw_other_numbers(monkeypatch, head):
     algorithm = algorithm_of(SPEC, "algo=recap", "policy=chunk", f"head={head}")
