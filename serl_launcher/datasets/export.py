@@ -16,7 +16,7 @@ from serl_client import clock
 from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.console import log_as, throttled
-from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout
+from serl_client.errors import ConfigError, Disconnected, ServerFailed, Timeout, is_machines
 from serl_client.lockfile import lock_folder
 from serl_client.spec import Spec
 
@@ -187,7 +187,9 @@ class _Client:
             log.info("export: waiting for the server: %s", error)
             clock.sleep(POLL_S)
             return True
-        except (OSError, MemoryError) as error:
+        except Exception as error:
+            if not (isinstance(error, OSError) or is_machines(error)):
+                raise
             if str(error) != self._complaint:
                 log.error("export: %s; it is tried again", error)
             self._complaint = str(error)

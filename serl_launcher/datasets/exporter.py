@@ -12,7 +12,7 @@ from typing import Any
 
 from serl_client import clock
 from serl_client.console import throttled
-from serl_client.errors import ConfigError, full_disk, is_machines
+from serl_client.errors import ConfigError, is_machines
 from serl_client.spec import Spec
 
 from serl_launcher.datasets import shards
@@ -66,7 +66,7 @@ class Exporter:
         self._held = {name: Held() for name in capacities}
         self._gone: set[int] = set()  # numbers in `episodes` that have left the store
         self._pending: dict[str, set[int]] = {name: set() for name in sources}  # closed, in no shard yet
-        self._stale: set[Path] = set()  # shards that differ from the store
+        self._stale: dict[Path, None] = {}  # shards that differ from the store, in the order of their next try
         self._unseen: dict[int, None] = {}  # to be shown to the sinks, in this order
         self._written, self._all, self._told = 0, 0, clock.monotonic()
         self._phases: dict[str, int] = {}  # phase -> its first episode
@@ -149,7 +149,7 @@ class Exporter:
         if number in self._shard:
             is_left_out = self._shard[number].parent.name == LEFT_OUT
             if self._differs(info) and not (is_left_out or is_aside(info)):  # an operator alone takes out what is in
-                self._stale.add(self._shard[number])
+                self._stale[self._shard[number]] = None
                 self._settled.discard(number)  # it stays in the store until its shard was written again
         elif info.discard:
             self._pending[info.source].discard(number)
@@ -187,7 +187,7 @@ class Exporter:
         """Write the next shard, or show the next episode to the sinks. Returns False if nothing is due.
 
         rest: the run is over, so fewer than `count` episodes make a shard, too.
-        Raises OSError if the disk is full, or takes nothing.
+        Raises an error of the machine (errors.is_machines), such as a full disk: the next call tries again.
         """
         if rest and not self.rest and self.remaining:
             self._written, self._all = 0, self.remaining
@@ -215,14 +215,15 @@ class Exporter:
                 self._write(source, numbers)
                 return True
         if self._stale:
-            shard = min(self._stale)
+            shard = next(iter(self._stale))
             try:
                 self._rewrite(shard)
             except Exception as error:  # such as: somebody has moved the shard away
-                if isinstance(error, Gone) or full_disk(error):
+                if isinstance(error, Gone) or is_machines(error):
+                    self._stale[shard] = self._stale.pop(shard)  # tried again once the others were
                     raise
                 self._give_up(shard, error)
-            self._stale.discard(shard)
+            del self._stale[shard]
             return True
         return False
 

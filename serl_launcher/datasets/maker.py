@@ -22,6 +22,7 @@ from serl_launcher.store.aside import is_aside
 log = throttled(__name__)
 
 Manifest = Mapping[str, Any]  # of a shard: what `shards` writes beside it
+Earlier = Mapping[int, Episode | ConfigError]  # each episode of a shard's version before, or why it cannot be read
 LeftOut = list[tuple[EpisodeInfo, str]]  # episodes that a shard lacks, and why
 
 
@@ -52,7 +53,8 @@ class ShardMaker:
         dataset that it came from, those are copied; else all are encoded.
         """
         part, earlier = part_of(shard), _earlier(shard, before)
-        origins = {info.number: found for info in infos if (found := earlier.get(info.number) or self._origins(info))}
+        read = {number: found for number, found in earlier.items() if isinstance(found, Episode)}
+        origins = {info.number: found for info in infos if (found := read.get(info.number) or self._origins(info))}
         copied = None
         if copies and self._codec:
             copied = footage.joined(origins.get(info.number) for info in infos if _stays(info, before))
@@ -61,7 +63,7 @@ class ShardMaker:
 
         def tables() -> Iterator[tuple[EpisodeInfo, Rows]]:
             for info in infos:
-                rows = self._rows(shard, info, earlier, again) if _stays(info, before) else None
+                rows = self._rows(info, earlier, again) if _stays(info, before) else None
                 if rows is None:
                     left_out.append((info, "discarded" if info.discard else "no longer in the store"))
                 else:
@@ -86,19 +88,20 @@ class ShardMaker:
         shards.place(part, shard)
         return manifest, left_out
 
-    def _rows(self, shard: Path, info: EpisodeInfo, earlier: Mapping[int, Episode], again: set[int]) -> Rows | None:
+    def _rows(self, info: EpisodeInfo, earlier: Earlier, again: set[int]) -> Rows | None:
         """Read an episode from the store, else from the version before, or from where it was left out. None if none of
-        these holds it."""
-        try:
+        these holds it. Raises ConfigError if the version before is the only one that does and cannot be read."""
+        with suppress(Gone):
             return self._readers[info.source].rows(info)
-        except Gone:
-            if info.number in self._kept:
-                return shards.kept(self._kept[info.number], info, self._spec)
-            if info.number not in earlier:
-                log.warning("export: episode %s left the store before it was in a shard", info.id)
-                return None
-            again.add(info.number)
-            return shards.rows_of(earlier[info.number], info, self._spec)
+        if info.number in self._kept:
+            return shards.kept(self._kept[info.number], info, self._spec)
+        if info.number not in earlier:
+            log.warning("export: episode %s left the store before it was in a shard", info.id)
+            return None
+        if isinstance(found := earlier[info.number], ConfigError):
+            raise found
+        again.add(info.number)
+        return shards.rows_of(found, info, self._spec)
 
 
 def part_of(folder: Path) -> Path:
@@ -111,10 +114,10 @@ def _stays(info: EpisodeInfo, before: Manifest | None) -> bool:
     return not info.discard or (before is not None and is_aside(info))
 
 
-def _earlier(shard: Path, before: Manifest | None) -> dict[int, Episode]:
-    """Return {number: episode} of the version of a shard with this manifest; none of one that cannot be read."""
-    if before is not None:
-        with suppress(ConfigError):
-            dataset = Dataset(shard)
-            return {entry["number"]: dataset.episode(index) for index, entry in enumerate(before["episodes"])}
-    return {}
+def _earlier(shard: Path, before: Manifest | None) -> Earlier:
+    """Return the episodes, by number, of the version of a shard with this manifest."""
+    numbers = [entry["number"] for entry in before["episodes"]] if before else []
+    try:
+        return dict(zip(numbers, Dataset(shard), strict=True)) if numbers else {}
+    except ConfigError as error:
+        return dict.fromkeys(numbers, error)

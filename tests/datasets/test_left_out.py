@@ -1,10 +1,14 @@
 """Episodes that cannot be exported hide nothing, block nobody and lose no row; an export by hand tries them again."""
 
+import errno
 import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from pyarrow import parquet
 from serl_client import Outcome, console
+from serl_client.errors import ConfigError
 
 from serl_launcher.datasets import export, exporter, shards
 from serl_launcher.datasets.export import export_run
@@ -148,3 +152,26 @@ def test_a_shard_that_cannot_be_made_again_stays_as_it_was(tmp_path, blind, monk
     assert "000001-000002 stays as it was: ZeroDivisionError" in caplog.text
     assert run.manifest("000001-000002")["version"] == 1
     assert run.exporter.settled == [1, 2]
+
+
+@pytest.mark.parametrize(("number", "is_tried_again"), [(errno.EIO, True), (errno.EBUSY, True), (errno.ENOENT, False)])
+def test_a_late_verdict_removes_nothing_of_a_shard_that_cannot_be_read(
+    tmp_path, blind, monkeypatch, number, is_tried_again
+):
+    """Its steps have left the store. A fault of the machine passes; any other waits for the next start."""
+    run = Run(tmp_path, blind, capacity=100)
+    run.episodes("e0", "e1")
+    run.work()
+    run.episodes(*(f"f{i}" for i in range(11)), steps=10)
+    assert run.store.sources["online"].tail > 12
+    run.work()
+    shard = tmp_path / "datasets/online/000001-000002"
+    before = {path: path.is_file() and path.read_bytes() for path in shard.rglob("*")}
+    with monkeypatch.context() as patch:
+        patch.setattr(parquet, "read_schema", failing(OSError(number, "unreadable")))
+        with pytest.raises(ConfigError, match="unreadable") if is_tried_again else nullcontext():
+            run.judge("e0", True)
+    assert {path: path.is_file() and path.read_bytes() for path in shard.rglob("*")} == before
+    run.exporter = run.exporter if is_tried_again else run.started()
+    run.work()
+    assert [entry["success"] for entry in run.manifest(shard.name)["episodes"]] == [True, None]

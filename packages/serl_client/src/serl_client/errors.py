@@ -90,7 +90,8 @@ KINDS = {
 
 
 TRANSIENT = (
-    errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT,
+    errno.EIO, errno.EBUSY, errno.ESTALE, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT,
+    errno.ENOSPC, errno.EDQUOT,
 )  # fmt: skip
 
 
