@@ -223,7 +223,7 @@ class Exporter:
                     self._stale[shard] = self._stale.pop(shard)  # tried again once the others were
                     raise
                 self._give_up(shard, error)
-            del self._stale[shard]
+            self._stale.pop(shard, None)
             return True
         return False
 

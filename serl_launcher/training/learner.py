@@ -337,7 +337,7 @@ class Learner:
         self.publisher.version = dict(self.server.link.notice.weights)
         self.ranks.begin(saved and saved["algorithm"])
         if saved is None:
-            if self.monitor.metrics.updates >= 0:  # its checkpoints were deleted
+            if self.monitor.metrics.updates > 0:  # its checkpoints were deleted
                 log.warning(
                     "no checkpoint is left: learning anew from the data there is, with phases that count from here"
                 )
