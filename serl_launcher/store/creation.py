@@ -56,6 +56,8 @@ def make_store(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
     """Make a new store. The index is made under another name and renamed last, when all files are there."""
     make_folder(folder)
     making = folder / MAKING
+    for left in (path for pattern in FILES for path in folder.glob(pattern)):  # see is_there: no step is in them
+        left.unlink()
     making.unlink(missing_ok=True)
     index = Index(making, writes=True)
     index.set_meta("run", uuid.uuid4().hex)

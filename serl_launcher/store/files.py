@@ -93,8 +93,12 @@ def sizes(files: Layout) -> tuple[tuple[str, int], ...]:
 
 
 def allocate(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
-    """Make the files of new sources, in full, and say first how large they will be."""
+    """Make the files of new sources, in full, and say first how large they will be. What lies there of them is deleted:
+    their making was interrupted, so no index knows of a step in it."""
     layouts = {name: Layout(spec, capacity) for name, capacity in capacities.items()}
+    for name, files in layouts.items():
+        for file, _ in sizes(files):
+            (folder / name / file).unlink(missing_ok=True)
     log.info("the files of the replay buffer are made in %s: %s", folder, layout.check_space(folder, layouts))
     for name, files in layouts.items():
         (folder / name).mkdir(exist_ok=True)

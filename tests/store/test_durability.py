@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import sqlite3
 from contextlib import closing
@@ -72,6 +73,21 @@ def test_a_store_whose_making_was_interrupted_is_made_anew(tmp_path, monkeypatch
     assert (tmp_path / "store/online/rows").exists()
     founded(tmp_path).close()
     assert Store(tmp_path / "store").sources["online"].capacity == 400
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_what_an_interrupted_making_has_left_takes_no_room_from_the_next(tmp_path, monkeypatch, grows):
+    folder, seen = tmp_path / "store", []
+    if grows:
+        founded(tmp_path).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", failing(OSError(errno.EIO, "killed here")))
+        with pytest.raises(OSError, match="killed here"):
+            Store.create(folder, tiny_spec(), {"online": 400, "demo": 50} if grows else {"old": 50})
+    free = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: seen.append(sorted(folder.glob("*/rows"))) or free)
+    Store.create(folder, tiny_spec(), {"online": 400, "demo": 50}).close()
+    assert seen == [[folder / "online/rows"] * grows]
 
 
 def test_numbers_never_go_back(tmp_path):
