@@ -20,6 +20,7 @@ ALONE_S = 60.0
 MAKE_S = 2.0  # that the loop waits for a store to be made: most are made by then
 TELL_S = 1.0
 REOPEN_S = 1.0
+START_S = 30.0  # that a start waits for a disk that fails: the launcher starts the server again then
 
 
 class StoreKeeper:
@@ -32,13 +33,25 @@ class StoreKeeper:
     def __init__(self, run_dir: Path, capacities: Mapping[str, int], archived: Collection[str]) -> None:
         self._run_dir, self._folder = run_dir, run_dir / "store"
         self._capacities, self._archived = capacities, archived
-        self.store = Store.resume(self._folder, capacities, archived) if is_there(self._folder) else None
+        self.store = self._resumed() if is_there(self._folder) else None
         self.degraded = ""  # why the disk fails
         self.fatal: ConfigError | None = None  # why no store can be made
         self._making: Future[Store] | None = None
         self._tells_until = 0.0  # actors that were told to wait come again until then, and hear of `fatal`
         self._alone_until = 0.0
         self._next_reopen = 0.0
+
+    def _resumed(self) -> Store:
+        """Open the store, and try for START_S while its disk fails or another program reads its index."""
+        end = clock.monotonic() + START_S
+        while True:
+            try:
+                return Store.resume(self._folder, self._capacities, self._archived)
+            except (OSError, sqlite3.Error) as error:
+                if isinstance(error, PermissionError) or clock.monotonic() > end:
+                    raise
+                log.warning("the store in %s cannot be opened, and is tried again: %s", self._folder, error)
+                clock.sleep(REOPEN_S)
 
     @property
     def ready(self) -> Store:

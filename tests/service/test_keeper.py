@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import sqlite3
 import threading
 import time
 
@@ -12,6 +13,8 @@ from serl_client.errors import TrainerError
 
 from serl_launcher.service import keeper
 from serl_launcher.store import layout
+from serl_launcher.store.index import Index
+from serl_launcher.store.store import Store
 from tests.shared.clients import push_episodes
 from tests.shared.common import PATIENCE, until
 from tests.shared.data import make_segment
@@ -148,6 +151,24 @@ def test_while_large_files_are_made_others_are_answered_and_the_actor_waits(serv
     assert client.drain(PATIENCE)
     (found,) = running.episodes().values()
     assert (found["steps"], found["terminated"]) == (8, 1)
+
+
+@pytest.mark.parametrize("error", [OSError("is being read"), sqlite3.OperationalError("database is locked")])
+def test_a_start_waits_for_an_index_that_is_busy_for_a_moment(tmp_path, spec, monkeypatch, caplog, error):
+    Store.create(tmp_path / "store", spec, {"online": 50}).close()
+    probe, tries = Index.probe, [error, None]
+
+    def busy(index):
+        if fails := tries.pop(0):
+            raise fails
+        probe(index)
+
+    monkeypatch.setattr(keeper, "REOPEN_S", 0.0)
+    monkeypatch.setattr(Index, "probe", busy)
+    opened = keeper.StoreKeeper(tmp_path, {"online": 50}, ())
+    assert opened.ready.sources["online"].capacity == 50
+    opened.close()
+    assert f"is tried again: {error}" in caplog.text
 
 
 def test_a_clock_that_is_an_hour_off_changes_nothing(server, join):
