@@ -10,6 +10,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import IMAGES, Feature, Spec
 
 from serl_launcher.datasets import names, tables
+from serl_launcher.datasets.lerobot_api import fingerprint
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.datasets.units import Conversion
 from serl_launcher.store.files import replaced
@@ -94,17 +95,30 @@ def _changed(dataset: Dataset, name: str, theirs: Feature, conversion: Conversio
 def note(dataset: Dataset, source: str, columns: dict[str, str], run_dir: Path) -> list[str]:
     """Keep in the run's folder what became of a dataset, with its own info.json; return it as the lines of a table.
 
-    imported/SOURCE.json: dataset, robot_type, columns, and info, which is the dataset's meta/info.json.
+    imported/SOURCE.json: dataset, hash (lerobot_api.fingerprint), robot_type, columns, and info, which is the dataset's
+    meta/info.json.
     """
-    path = run_dir / NOTES / f"{source}.json"
+    path = note_of(source, run_dir)
     path.parent.mkdir(exist_ok=True)
-    kept = {"dataset": str(dataset.folder), "robot_type": dataset.info.get("robot_type"), "columns": columns}
+    kept = {"dataset": str(dataset.folder.resolve()), "hash": fingerprint(dataset.folder)}
+    kept |= {"robot_type": dataset.info.get("robot_type"), "columns": columns}
     with replaced(path) as aside:
         aside.write_text(json.dumps(kept | {"info": dataset.info}, indent=1))
     width = max(map(len, columns))
     rate = f", resampled from {dataset.recorded_fps:g} to {dataset.fps:g} steps per second"
     head = f"{source}: {dataset.folder}{rate * (dataset.fps != dataset.recorded_fps)} (this table is kept in {path})"
     return [head, *(f"  {column:{width}}  {what}" for column, what in columns.items())]
+
+
+def note_of(source: str, run_dir: Path) -> Path:
+    return run_dir / NOTES / f"{source}.json"
+
+
+def noted(dataset: Dataset, source: str, run_dir: Path) -> str | None:
+    """Return the hash of the dataset of this name when the source took it; None if the run's folder does not tell."""
+    path = note_of(source, run_dir)
+    kept = tables.read_json(path.parent, path.name) if path.exists() else {}
+    return kept.get("hash") if Path(kept.get("dataset", "")).name == dataset.name else None
 
 
 def remedy(dataset: Dataset, spec: Spec, source: str) -> str:

@@ -124,12 +124,13 @@ class _Import:
         self._parts: dict[str, dict[str, EpisodeInfo]] = {}  # id -> {id of a part: part} in the store
 
     def run(self) -> None:
-        if not self._missing():
-            return
-        if isinstance(self._dataset, Dataset):
+        is_whole = not self._missing()
+        if isinstance(self._dataset, Dataset) and not (is_whole and self._is_noted(self._dataset)):
             told = columns.became(self._dataset, self._spec, self._conversion)
             for line in columns.note(self._dataset, self._source, told, self._run_dir):
                 log.info("%s", line)
+        if is_whole:
+            return
         with self._client() as client:
             _settle(client)  # deliver what an earlier session left,
             self._await_closed(client)  # until the server has closed that session's episodes
@@ -214,6 +215,8 @@ class _Import:
                 f"source {self._source} holds {self._dataset.folder} as it was imported with another unit, "
                 "calibration, rename, crop, size or fps: say the same again, or use another run_dir"
             )
+        if there and isinstance(self._dataset, Dataset):
+            self._is_noted(self._dataset)
         missing = []
         for index, length in enumerate(self._dataset.lengths):
             cut: list[str] = []
@@ -227,6 +230,17 @@ class _Import:
                     break
                 cut += [id] * (not all(part.discard for part in parts))
         return missing
+
+    def _is_noted(self, dataset: Dataset) -> bool:
+        """Return whether the run's folder tells which dataset this is. Raises ConfigError if that is another one."""
+        noted = columns.noted(dataset, self._source, self._run_dir)
+        if noted not in (None, lerobot_api.fingerprint(dataset.folder)):
+            raise ConfigError(
+                f"{dataset.folder} has changed since source {self._source} imported episodes of it: put it back as it "
+                "was, or use another run_dir. If those episodes are the same in it, remove "
+                f"{columns.note_of(self._source, self._run_dir)}"
+            )
+        return noted is not None
 
     def _await_closed(self, client: TrainerClient) -> None:
         """Wait until no episode of this dataset is open. The server closes those of earlier sessions."""

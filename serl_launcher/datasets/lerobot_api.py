@@ -3,6 +3,7 @@
 Each import is silenced. `upload` alone asks somebody on the network.
 """
 
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -18,7 +19,10 @@ from typing import Any
 
 from serl_client.errors import ConfigError
 
+from serl_launcher.datasets.tables import reading
+
 OLD = "v2.1"
+DESCRIBING = "info.json", "tasks.*", "episodes.jsonl", "episodes/*/*.parquet"  # in meta/
 CONVERTERS = "lerobot.scripts.convert_dataset_v21_to_v30", "lerobot.datasets.v30.convert_dataset_v21_to_v30"
 
 
@@ -111,6 +115,18 @@ def upload(folder: Path, name: str, *, private: bool) -> str:
     except (HfHubHTTPError, HFValidationError) as error:
         raise ConfigError(f"the hub does not take {name}: {error}. Name it user/dataset, as yours there") from None
     return str(address)
+
+
+def fingerprint(folder: Path) -> str:
+    """Return the hash of the files that say what a dataset of any format holds: its description, tasks and episodes.
+
+    Statistics are left out, because others make them anew.
+    """
+    found, meta = hashlib.sha256(), folder / "meta"
+    with reading(folder):
+        for path in sorted(path for pattern in DESCRIBING for path in meta.glob(pattern)):
+            found.update(f"{path.relative_to(meta)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return found.hexdigest()
 
 
 def converter() -> str:

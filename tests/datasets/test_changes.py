@@ -269,6 +269,27 @@ def test_a_dataset_of_v21_is_converted_on_a_word_into_a_folder_beside_it(tmp_pat
                 assert np.array_equal(array, theirs.columns[column]), column
 
 
+def test_a_dataset_is_known_by_what_it_holds_and_another_in_its_place_is_refused(tmp_path, serving, low):
+    """A run that was begun before that was noted goes on, and notes it."""
+    place, server = shutil.copytree(low.folder, tmp_path / "low"), serving()
+    bring(server, place)
+    there, note = catalog(server.run_dir), server.run_dir / "imported/demo.json"
+    kept = json.loads(note.read_text())
+    assert kept["hash"] == lerobot_api.fingerprint(low.folder)
+    note.write_text(json.dumps({name: value for name, value in kept.items() if name != "hash"}))
+    (place / "meta/stats.json").unlink()
+    bring(server, place)
+    assert json.loads(note.read_text()) == kept
+    (place / "meta/info.json").write_text(json.dumps(low.info | {"robot_type": "another"}))
+    with pytest.raises(
+        ConfigError, match=r"low has changed since source demo imported .* another run_dir. .*demo.json"
+    ):
+        bring(server, place)
+    note.unlink()
+    bring(server, place)
+    assert catalog(server.run_dir) == there
+
+
 def test_a_robomimic_file_is_taken_as_it_is_or_refused():
     for words in ({"change": Change(fps=3)}, {"convert": True}):
         with pytest.raises(ConfigError, match="rename, crop, size, fps and convert are for datasets of LeRobot: leave"):
