@@ -23,6 +23,7 @@ from serl_launcher.datasets.tables import reading
 
 OLD = "v2.1"
 DESCRIBING = "info.json", "tasks.*", "episodes.jsonl", "episodes/*/*.parquet"  # in meta/
+CONVERTED = "converted_from"  # in meta/ of a conversion: the fingerprint of what was converted
 CONVERTERS = "lerobot.scripts.convert_dataset_v21_to_v30", "lerobot.datasets.v30.convert_dataset_v21_to_v30"
 
 
@@ -120,10 +121,12 @@ def upload(folder: Path, name: str, *, private: bool) -> str:
 def fingerprint(folder: Path) -> str:
     """Return the hash of the files that say what a dataset of any format holds: its description, tasks and episodes.
 
-    Statistics are left out, because others make them anew.
+    Statistics are left out, because others make them anew. A conversion has the hash of what was converted.
     """
     found, meta = hashlib.sha256(), folder / "meta"
     with reading(folder):
+        if (meta / CONVERTED).exists():
+            return (meta / CONVERTED).read_text()
         for path in sorted(path for pattern in DESCRIBING for path in meta.glob(pattern)):
             found.update(f"{path.relative_to(meta)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return found.hexdigest()
@@ -162,25 +165,51 @@ def converted(folder: Path) -> Path:
     """Let lerobot convert a dataset of v2.1; return the new folder, as `read_from` does. It may be there already.
 
     The dataset itself is only read: the converter gets links to its files, because it moves what it has converted.
-    Raises ConfigError if it fails, with the converter's last line, and if it cannot be written.
+    Raises ConfigError if it fails, with the converter's last line, if it cannot be written, and if the dataset has
+    changed since the folder that is there was made.
     """
     target = read_from(folder, convert=True)
-    aside = target.with_name(f"{target.name}.part")
     if target.exists():
+        _check_current(target, folder)
         return target
-    shutil.rmtree(aside, ignore_errors=True)
     try:
-        shutil.copytree(folder.resolve(), aside / "dataset", copy_function=os.symlink)
-        root = aside / "dataset" if converter() == CONVERTERS[0] else aside
-        command = [sys.executable, "-W", "ignore", "-m", converter(), "--repo-id=dataset", "--push-to-hub=false"]
-        offline = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "HF_DATASETS_CACHE": str(aside / "cache")}
-        done = subprocess.run([*command, f"--root={root}"], capture_output=True, text=True, env=offline)
-        if done.returncode:
-            said = done.stderr.strip().rpartition("\n")[2]
-            raise ConfigError(f"lerobot cannot convert {folder}: {said}. Take another dataset")
-        (aside / "dataset").rename(target)
+        with tempfile.TemporaryDirectory(
+            ".part", f"{target.name}.", target.parent, ignore_cleanup_errors=True
+        ) as aside:
+            _convert(folder, made := Path(aside) / "dataset")
+            try:
+                made.rename(target)
+            except OSError:
+                if not target.exists():  # else another learner has made it meanwhile
+                    raise
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error}. Make room there, or copy {folder} elsewhere") from None
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return target
+
+
+def _check_current(target: Path, folder: Path) -> None:
+    """Raise ConfigError if a dataset has changed since it was converted. A conversion that does not tell counts as of
+    the dataset that is there."""
+    if not folder.exists():
+        return
+    origin, kept = fingerprint(folder), target / "meta" / CONVERTED
+    if not kept.exists():
+        with suppress(OSError):
+            kept.write_text(origin)
+    elif kept.read_text() != origin:
+        raise ConfigError(
+            f"{folder} has changed since it was converted: remove {target}, then run the same command again"
+        )
+
+
+def _convert(folder: Path, made: Path) -> None:
+    origin, aside = fingerprint(folder), made.parent
+    shutil.copytree(folder.resolve(), made, copy_function=os.symlink)
+    root = made if converter() == CONVERTERS[0] else aside
+    command = [sys.executable, "-W", "ignore", "-m", converter(), f"--repo-id={made.name}", "--push-to-hub=false"]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "HF_DATASETS_CACHE": str(aside / "cache")}
+    done = subprocess.run([*command, f"--root={root}"], capture_output=True, text=True, env=offline)
+    if done.returncode:
+        said = done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"lerobot cannot convert {folder}: {said}. Take another dataset")
+    (made / "meta" / CONVERTED).write_text(origin)

@@ -269,6 +269,37 @@ def test_a_dataset_of_v21_is_converted_on_a_word_into_a_folder_beside_it(tmp_pat
                 assert np.array_equal(array, theirs.columns[column]), column
 
 
+@pytest.mark.usefixtures("quiet")
+def test_a_conversion_is_of_the_dataset_that_is_there_and_made_by_each_learner_in_a_folder_of_its_own(
+    tmp_path, made, monkeypatch
+):
+    old, other, run, apart = as_of_last_year(made["low"], tmp_path / "old"), tmp_path / "old-v3.0", subprocess.run, []
+
+    def another_learner_is_first(command, **how):
+        apart.append(command[-1])
+        if len(apart) == 1:
+            lerobot_api.converted(old)
+        return run(command, **how)
+
+    monkeypatch.setattr(subprocess, "run", another_learner_is_first)
+    assert lerobot_api.converted(old) == other
+    assert len({*apart}) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "old-v3.0"]
+    assert lerobot_api.fingerprint(other) == lerobot_api.fingerprint(old)
+    kept = other / "meta" / lerobot_api.CONVERTED
+    kept.unlink()
+    assert lerobot_api.converted(old) == other
+    assert kept.exists(), "one that was made before this was noted is taken, and notes it"
+    with open(old / "meta/episodes.jsonl", "a") as file:
+        file.write("\n")
+    with pytest.raises(
+        ConfigError, match=r"old has changed since it was converted: remove .*old-v3.0, then run the same"
+    ):
+        lerobot_api.converted(old)
+    shutil.rmtree(old)
+    assert lerobot_api.converted(old) == other
+
+
 def test_a_dataset_is_known_by_what_it_holds_and_another_in_its_place_is_refused(tmp_path, serving, low):
     """A run that was begun before that was noted goes on, and notes it."""
     place, server = shutil.copytree(low.folder, tmp_path / "low"), serving()
