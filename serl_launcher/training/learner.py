@@ -197,7 +197,7 @@ class Learner:
             if self.state.phase is not None and self._is_ending():
                 return
         self._direct()
-        if self.state.at is not at:
+        if self.state.at is not at and self.state.phase is not before:  # a phase that begins again has its directive
             self.server.drop(("next",), "`next` was said while the phase before ended by itself: this one goes on")
 
     def person_time(self) -> dict[str, Any]:

@@ -285,6 +285,24 @@ def test_goto_to_the_phase_under_way_ends_it_and_begins_it_again(server, live, c
 
 
 @pytest.mark.slow
+def test_next_that_is_said_after_goto_to_the_phase_under_way_ends_it(server, live, connect, monkeypatch):
+    life = live(server, plan_of(one=phase(until="operator"), two=phase(until="operator"))).begin()
+    client, checkpoint = connect(server), learner.Learner.checkpoint
+
+    def slow(trainer, *words):
+        monkeypatch.setattr(learner.Learner, "checkpoint", checkpoint)
+        client.command("next")
+        until(lambda: len(commands(server.run_dir)) == 2)
+        return checkpoint(trainer, *words)
+
+    monkeypatch.setattr(learner.Learner, "checkpoint", slow)
+    client.command("goto", "one")
+    until(lambda: client.state.directive["phase"] == "two")
+    client.command("next")
+    leave(client, life)
+
+
+@pytest.mark.slow
 def test_next_that_is_said_while_its_phase_ends_by_itself_skips_no_other_one(server, live, connect, monkeypatch):
     plan = plan_of(one=phase(until="updates >= 5"), two=phase(until="operator"), three=phase(until="operator"))
     clients, checkpoint = [], learner.Learner.checkpoint
