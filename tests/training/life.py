@@ -3,6 +3,7 @@
 import copy
 import io
 import threading
+from contextlib import closing
 
 import numpy as np
 import torch
@@ -203,6 +204,12 @@ def leave(client, life):
     until(lambda: life.phase is None)
     client.close()
     life.end()
+
+
+def commands(run_dir):
+    """[number, name, argument] of all that operators have said in a run."""
+    with closing(Store(run_dir / "store")) as opened:
+        return opened.index.commands(0)
 
 
 # -- what is not finite

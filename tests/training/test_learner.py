@@ -3,7 +3,6 @@
 import copy
 import logging
 import shutil
-from contextlib import closing
 from dataclasses import asdict
 
 import numpy as np
@@ -14,7 +13,6 @@ from serl_client.connection import Connection
 from serl_client.errors import RetakeError
 
 from serl_launcher.replay.mixture import statistics
-from serl_launcher.store.store import Store
 from serl_launcher.training import learner, presence
 from serl_launcher.training.metrics import read
 from tests.shared.clients import RawActor, push_episodes
@@ -22,7 +20,7 @@ from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import make_segment
 from tests.shared.models import differences
 
-from .life import LEARNING, STEPS, Life, found, leave, phase, plan_of, push
+from .life import LEARNING, STEPS, Life, commands, found, leave, phase, plan_of, push
 
 
 @pytest.mark.slow
@@ -223,111 +221,6 @@ def test_what_actors_tell_of_a_persons_time_is_kept_over_a_restart(server, live,
     (written,) = [line for line in read(server.run_dir / "metrics.jsonl") if line["kind"] == "person"]
     for told in (written, live(server, plan).run().learner.person_time()):
         assert (told["hand_resets"], told["resets_min"], told["waiting_min"], told["takeovers_min"]) == (2, 1.5, 0.5, 0)
-
-
-@pytest.mark.slow
-def test_an_operators_command_is_carried_out_once_over_all_restarts(server, live, connect):
-    plan = plan_of(**{name: phase(until="operator") for name in ("one", "two", "three")})
-    first = live(server, plan).begin()
-    client = connect(server)
-    client.command("next")
-    until(lambda: first.phase == "two" and len(first.made) > 5)
-    first.die()
-    second = live(server, plan, seed=1).begin()
-    until(lambda: len(second.made) > 20)
-    assert second.phase == "two", "'next' was for phase one"
-    client.command("hold")
-    until(lambda: second.learner.state.at.held)
-    client.command("resume")
-    until(lambda: not second.learner.state.at.held)
-    second.die()
-    client.command("hold")  # nobody is there to hear it
-    until(lambda: [row[1] for row in commands(server.run_dir)] == ["next", "hold", "resume", "hold"])
-    third = live(server, plan, seed=2).begin()
-    until(lambda: client.state.directive["mode"] == "idle")
-    assert (third.phase, third.made) == ("two", [])
-    third.die()
-    for command in ("resume", "next", "hold"):  # heard at once
-        client.command(command)
-    until(lambda: len(commands(server.run_dir)) == 7)
-    fourth = live(server, plan, seed=3).begin()
-    until(lambda: fourth.phase == "three" and fourth.learner.state.at.held)
-    for command in ("resume", "next"):
-        client.command(command)
-    leave(client, fourth)
-
-
-@pytest.mark.slow
-def test_a_run_whose_checkpoints_were_deleted_counts_and_obeys_what_comes_from_then_on(server, live, connect, caplog):
-    plan = plan_of(practise=phase(until="env_steps >= 50"), two=phase(until="operator"), three=phase(until="operator"))
-    first = live(server, plan).begin()
-    client = connect(server)
-    until(lambda: first.phase == "two" and len(first.made) > 5)  # the store holds more steps of `practise`
-    client.command("next")
-    until(lambda: first.phase == "three")
-    first.die()
-    shutil.rmtree(server.run_dir / "checkpoints")
-    second = live(server, plan, seed=1).begin()
-    until(lambda: len(second.made) > 20)
-    assert second.phase == "practise"
-    assert "no checkpoint is left: learning anew" in caplog.text
-    assert "`next`, `goto` and `stop` from before are not obeyed" in caplog.text
-
-
-@pytest.mark.slow
-def test_goto_to_the_phase_under_way_ends_it_and_begins_it_again(server, live, connect):
-    life = live(server, plan_of(practise=phase(until="operator", on_end=["publish"]))).begin()
-    until(lambda: len(life.made) > 20)
-    published = life.learner.publisher.version["version"]
-    connect(server).command("goto", "practise")
-    until(lambda: life.learner.publisher.version["version"] > published)
-    until(lambda: life.learner.state.at.updates < life.updates - 20)
-
-
-@pytest.mark.slow
-def test_next_that_is_said_after_goto_to_the_phase_under_way_ends_it(server, live, connect, monkeypatch):
-    life = live(server, plan_of(one=phase(until="operator"), two=phase(until="operator"))).begin()
-    client, checkpoint = connect(server), learner.Learner.checkpoint
-
-    def slow(trainer, *words):
-        monkeypatch.setattr(learner.Learner, "checkpoint", checkpoint)
-        client.command("next")
-        until(lambda: len(commands(server.run_dir)) == 2)
-        return checkpoint(trainer, *words)
-
-    monkeypatch.setattr(learner.Learner, "checkpoint", slow)
-    client.command("goto", "one")
-    until(lambda: client.state.directive["phase"] == "two")
-    client.command("next")
-    leave(client, life)
-
-
-@pytest.mark.slow
-def test_next_that_is_said_while_its_phase_ends_by_itself_skips_no_other_one(server, live, connect, monkeypatch):
-    plan = plan_of(one=phase(until="updates >= 5"), two=phase(until="operator"), three=phase(until="operator"))
-    clients, checkpoint = [], learner.Learner.checkpoint
-
-    def slow(trainer, *words):
-        clients.append(connect(server))
-        clients[0].command("next")
-        until(lambda: commands(server.run_dir))
-        monkeypatch.setattr(learner.Learner, "checkpoint", checkpoint)
-        return checkpoint(trainer, *words)
-
-    monkeypatch.setattr(learner.Learner, "checkpoint", slow)
-    life = live(server, plan).begin()
-    until(lambda: len(life.made) > 20)
-    assert life.phase == "two"
-    (client,) = clients
-    client.command("next")
-    until(lambda: client.state.directive["phase"] == "three")
-    client.command("next")
-    leave(client, life)
-
-
-def commands(run_dir):
-    with closing(Store(run_dir / "store")) as opened:
-        return opened.index.commands(0)
 
 
 def test_forged_episodes_neither_change_an_evaluation_nor_end_it(server, live, connect, spec):
