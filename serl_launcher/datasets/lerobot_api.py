@@ -19,10 +19,12 @@ from typing import Any
 
 from serl_client.errors import ConfigError
 
+from serl_launcher.datasets.names import MANIFEST
 from serl_launcher.datasets.tables import reading
 
 OLD = "v2.1"
 DESCRIBING = "info.json", "tasks.*", "episodes.jsonl", "episodes/*/*.parquet"  # in meta/
+OWN = "data/*", "meta/*", "videos/*", MANIFEST  # the files of a dataset, in a folder or on the hub
 CONVERTED = "converted_from"  # in meta/ of a conversion: the fingerprint of what was converted
 CONVERTERS = "lerobot.scripts.convert_dataset_v21_to_v30", "lerobot.datasets.v30.convert_dataset_v21_to_v30"
 
@@ -94,12 +96,13 @@ def merge(target: Path, folders: Sequence[Path]) -> None:
 def upload(folder: Path, name: str, *, private: bool) -> str:
     """Upload a dataset to the hub as `name`, with the token that this user has there; return its address.
 
-    LeRobot's own push_to_hub would put a licence on it, and asks another server than the user's for its page.
-    Raises ConfigError if there is no token, or the hub refuses it.
+    Files of an earlier upload that the dataset no longer has are deleted there. LeRobot's own push_to_hub would put a
+    licence on it, and asks another server than the user's for its page.
+    Raises ConfigError if there is no token, if the hub refuses it, or if `name` is there and not as private as asked.
     """
     os.environ["HF_HUB_OFFLINE"] = "0"
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, RevisionNotFoundError
     from lerobot.datasets.utils import create_lerobot_dataset_card
 
     hub, info = HfApi(token=True), json.loads((folder / "meta/info.json").read_text())
@@ -107,10 +110,18 @@ def upload(folder: Path, name: str, *, private: bool) -> str:
     card = str(create_lerobot_dataset_card(dataset_info=info, repo_id=name))
     try:
         address = hub.create_repo(**there, private=private, exist_ok=True)
-        hub.upload_folder(**there, folder_path=folder, ignore_patterns=["images/*"])
+        if bool(hub.repo_info(**there).private) != private:
+            raise ConfigError(
+                f"{name} is {'public' if private else 'private'} on the hub: change that in its settings there, "
+                f"{'say' if private else 'leave out'} --public, or name another dataset"
+            )
+        hub.upload_folder(**there, folder_path=folder, ignore_patterns=["images/*"], delete_patterns=[*OWN])
         if not (folder / "README.md").exists():
             hub.upload_file(**there, path_or_fileobj=card.encode(), path_in_repo="README.md")
-        hub.create_tag(**there, tag=info["codebase_version"], exist_ok=True)  # lerobot asks for its format by this tag
+        tag = info["codebase_version"]  # lerobot reads the commit that has the tag of its format
+        with suppress(RevisionNotFoundError):
+            hub.delete_tag(**there, tag=tag)
+        hub.create_tag(**there, tag=tag)
     except LocalTokenNotFoundError:
         raise ConfigError("the hub needs your token: run `hf auth login` here, or set HF_TOKEN") from None
     except (HfHubHTTPError, HFValidationError) as error:

@@ -187,8 +187,13 @@ class Hub(BaseHTTPRequestHandler):
     """Takes what the hub's own client sends."""
 
     def do_GET(self):
-        known = {"id": "me/pick", "sha": "0" * 40, "private": True, "downloads": 0, "likes": 0, "tags": []}
-        self.answer(known | {"siblings": [], "xetEnabled": False})
+        known = {"id": "me/pick", "sha": "0" * 40, "private": self.server.private, "downloads": 0, "likes": 0}
+        files = [{"type": "file", "path": name, "size": 1, "oid": "0" * 40} for name in self.server.files]
+        self.answer(files if "/tree/" in self.path else known | {"tags": [], "siblings": [], "xetEnabled": False})
+
+    def do_DELETE(self):
+        self.server.asked.append((self.path, self.headers["Authorization"], b"{}"))
+        self.answer({})
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -216,6 +221,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub(tmp_path, monkeypatch):
     """A stub of the hub on loopback; this user has no token."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.private, server.files = True, []
         server.asked, server.address = [], f"http://127.0.0.1:{server.server_port}"
         for name, value in (("HF_ENDPOINT", server.address), ("HF_HOME", str(tmp_path / "home"))):
             monkeypatch.setenv(name, value)
@@ -242,5 +248,19 @@ def test_a_dataset_goes_to_the_hub_when_its_user_says_so_whole_and_for_nobody_el
     assert "LeRobot" in sent.pop("README.md").decode()
     files = (path for path in folder.rglob("*") if path.is_file())
     assert sent == {str(path.relative_to(folder)): path.read_bytes() for path in files}
-    [tag] = [json.loads(body)["tag"] for path, _, body in hub.asked if "/tag/" in path]
-    assert tag == "v3.0"
+    paths = [(path.rpartition("/")[2], json.loads(body).get("tag")) for path, _, body in hub.asked if "/tag/" in path]
+    assert paths == [("v3.0", None), ("main", "v3.0")], "the tag of an earlier upload is moved"
+
+
+def test_a_second_upload_deletes_what_is_gone_and_goes_nowhere_that_more_or_fewer_people_see(made, hub, monkeypatch):
+    folder, gone = made["first"].folder, ["data/chunk-000/file-007.parquet", "retake.json"]
+    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    hub.files = ["README.md", ".gitattributes", "notes.txt", "meta/info.json", *gone]
+    assert typed("data", "upload", folder, "me/pick")[0] == 0
+    lines = [json.loads(line) for path, _, body in hub.asked if "/commit/" in path for line in body.splitlines()]
+    assert sorted(line["value"]["path"] for line in lines if line["key"] == "deletedFile") == gone
+    for hub.private, words, said in ((True, ["--public"], "private"), (False, [], "public")):
+        hub.asked.clear()
+        status, told = typed("data", "upload", folder, "me/pick", *words)
+        assert (status, [path for path, _, _ in hub.asked]) == (1, ["/api/repos/create"])
+        assert f"me/pick is {said} on the hub: change that in its settings there" in told
