@@ -25,7 +25,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from serl_client.errors import ConfigError
+from serl_client.errors import ConfigError, last_line
 
 from serl_launcher.datasets import lerobot_api, plain, robomimic, shards
 from serl_launcher.datasets.export import export_run, imported
@@ -179,8 +179,10 @@ def aggregate(part: Path, folders: Sequence[Path]) -> None:
 
     try:
         lerobot_api.merge(part, folders)
-    except (ValueError, pa.ArrowException) as error:
-        raise ConfigError(f"LeRobot cannot merge these datasets: {error}") from None
+    except (LookupError, ValueError, pa.ArrowException) as error:
+        raise ConfigError(
+            f"LeRobot cannot merge these datasets ({last_line(error)}): look each over with tools/data.py check"
+        ) from None
 
 
 def verify(part: Path, datasets: Sequence[Dataset]) -> None:

@@ -86,7 +86,8 @@ def _encoder(codec: str) -> dict[str, Any]:
 
 
 def merge(target: Path, folders: Sequence[Path]) -> None:
-    """Merge datasets into the new folder `target`. Raises ValueError or ArrowException if lerobot cannot."""
+    """Merge datasets into the new folder `target`. Raises LookupError, ValueError or ArrowException if lerobot
+    cannot."""
     from lerobot.datasets.aggregate import aggregate_datasets
 
     names = [f"retake/{i}" for i in range(len(folders))]

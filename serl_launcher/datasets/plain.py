@@ -177,11 +177,14 @@ def _describe(part: Path, like: Dataset, features: Mapping[str, Any]) -> None:
 
 
 def check_same(written: Episode, original: Episode, called: Columns, *, has_images: bool = True) -> None:
-    """Raise Mismatch unless each column of an episode holds what that of the original one does, in its own type.
+    """Raise Mismatch unless an episode has the task of the original one, and each column holds what that one's does, in
+    its own type.
 
     called: {column of `original` by that of `written`}. has_images: whether each pixel is the same, too; else there
     are as many images.
     """
+    if written.task != original.task:
+        raise Mismatch(f"{written.where}: its task is {written.task!r}, that of {original.where} {original.task!r}")
     for name, feature in written.dataset.features.items():
         if name in INDICES:
             continue

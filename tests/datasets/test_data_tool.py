@@ -250,6 +250,25 @@ def test_a_merge_of_several_video_files_shows_each_row_its_own_image_or_is_not_m
 
 
 @writes_shards
+@pytest.mark.usefixtures("quiet")
+def test_a_merge_that_fails_or_gives_an_episode_another_task_is_one_sentence(low, tmp_path, monkeypatch):
+    aggregate, other = lerobot_api.merge, shutil.copytree(low.folder, tmp_path / "low")
+
+    def without_tasks(target, folders):
+        aggregate(target, folders)
+        (target / "meta/tasks.parquet").unlink()
+
+    for merge, reason in (
+        (without_tasks, "its task is '', that of episode 0 of "),
+        (lambda *_: {}["task"], "LeRobot cannot merge these datasets (KeyError: 'task'): look each over"),
+    ):
+        monkeypatch.setattr(lerobot_api, "merge", merge)
+        status, said = called("data", "merge", tmp_path / "out", low.folder, other)
+        assert (status, reason in said) == (1, True), said
+        assert not list(tmp_path.glob("out*"))
+
+
+@writes_shards
 def test_what_cannot_be_merged_is_said_and_nothing_is_left(made, tmp_path):
     first = made["first"].folder
     other = shutil.copytree(first, tmp_path / "other")
