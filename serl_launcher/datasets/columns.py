@@ -115,10 +115,12 @@ def note_of(source: str, run_dir: Path) -> Path:
 
 
 def noted(dataset: Dataset, source: str, run_dir: Path) -> str | None:
-    """Return the hash of the dataset of this name when the source took it; None if the run's folder does not tell."""
+    """Return the hash of the dataset of this name when the source took it; None if the run's folder does not tell, and
+    if episodes have been recorded into it since."""
     path = note_of(source, run_dir)
     kept = tables.read_json(path.parent, path.name) if path.exists() else {}
-    return kept.get("hash") if Path(kept.get("dataset", "")).name == dataset.name else None
+    was, now = (info.get("total_episodes", 0) for info in (kept.get("info", {}), dataset.info))
+    return kept.get("hash") if Path(kept.get("dataset", "")).name == dataset.name and now <= was else None
 
 
 def remedy(dataset: Dataset, spec: Spec, source: str) -> str:

@@ -316,8 +316,10 @@ def test_a_dataset_is_known_by_what_it_holds_and_another_in_its_place_is_refused
         ConfigError, match=r"low has changed since source demo imported .* another run_dir. .*demo.json"
     ):
         bring(server, place)
-    note.unlink()
+    count = low.info["total_episodes"]
+    note.write_text(json.dumps(kept | {"info": kept["info"] | {"total_episodes": count - 1}}))  # it has grown since
     bring(server, place)
+    assert json.loads(note.read_text())["info"]["total_episodes"] == count
     assert catalog(server.run_dir) == there
 
 
