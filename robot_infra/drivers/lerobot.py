@@ -115,7 +115,8 @@ class LerobotArm(Arm):
             if name in led and (other := led[name][0]) != unit:
                 raise ConfigError(
                     f"task.env.options.leader: {name} is in {other} there, and in {unit} of the robot: say the same "
-                    "task.env.options.leader.use_degrees and task.env.options.robot.use_degrees"
+                    "task.env.options.leader.use_degrees and task.env.options.robot.use_degrees; where the leader "
+                    "has no such option, false for the robot"
                 )
 
     def read(self) -> Array:

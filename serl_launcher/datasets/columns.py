@@ -1,16 +1,18 @@
 """Says of each column of a LeRobot dataset what an import makes of it, and of a dataset that misfits what to write."""
 
 import difflib
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from serl_client.errors import ConfigError
 from serl_client.spec import IMAGES, Feature, Spec
 
 from serl_launcher.datasets import names, tables
-from serl_launcher.datasets.lerobot_api import fingerprint
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.datasets.units import Conversion
 from serl_launcher.store.files import replaced
@@ -92,15 +94,25 @@ def _changed(dataset: Dataset, name: str, theirs: Feature, conversion: Conversio
         yield "percent become degrees"
 
 
+def digest(dataset: Dataset, count: int) -> str:
+    """Return the hash of what tells a dataset from another one: the lengths of the first `count` episodes, and the
+    actions of the very first. It stays as it is where episodes are added, or statistics and units."""
+    found = hashlib.sha256(repr(dataset.lengths[:count]).encode())
+    with suppress(ConfigError):  # such an episode is left out by name
+        found.update(np.ascontiguousarray(dataset.episode(0).column("action")).tobytes())
+    return found.hexdigest()
+
+
 def note(dataset: Dataset, source: str, columns: dict[str, str], run_dir: Path) -> list[str]:
     """Keep in the run's folder what became of a dataset, with its own info.json; return it as the lines of a table.
 
-    imported/SOURCE.json: dataset, hash (lerobot_api.fingerprint), robot_type, columns, and info, which is the dataset's
-    meta/info.json.
+    imported/SOURCE.json: dataset, episodes (how many), hash (digest), robot_type, columns, and info, which is the
+    dataset's meta/info.json.
     """
     path = note_of(source, run_dir)
     path.parent.mkdir(exist_ok=True)
-    kept = {"dataset": str(dataset.folder.resolve()), "hash": fingerprint(dataset.folder)}
+    count = len(dataset.lengths)
+    kept = {"dataset": str(dataset.folder.resolve()), "episodes": count, "hash": digest(dataset, count)}
     kept |= {"robot_type": dataset.info.get("robot_type"), "columns": columns}
     with replaced(path) as aside:
         aside.write_text(json.dumps(kept | {"info": dataset.info}, indent=1))
@@ -114,13 +126,11 @@ def note_of(source: str, run_dir: Path) -> Path:
     return run_dir / NOTES / f"{source}.json"
 
 
-def noted(dataset: Dataset, source: str, run_dir: Path) -> str | None:
-    """Return the hash of the dataset of this name when the source took it; None if the run's folder does not tell, and
-    if episodes have been recorded into it since."""
+def noted(dataset: Dataset, source: str, run_dir: Path) -> Mapping[str, Any] | None:
+    """Return what `note` has kept of the dataset of this name; None if the run's folder does not tell."""
     path = note_of(source, run_dir)
     kept = tables.read_json(path.parent, path.name) if path.exists() else {}
-    was, now = (info.get("total_episodes", 0) for info in (kept.get("info", {}), dataset.info))
-    return kept.get("hash") if Path(kept.get("dataset", "")).name == dataset.name and now <= was else None
+    return kept if "hash" in kept and Path(kept["dataset"]).name == dataset.name else None
 
 
 def remedy(dataset: Dataset, spec: Spec, source: str) -> str:

@@ -125,7 +125,7 @@ class _Import:
 
     def run(self) -> None:
         is_whole = not self._missing()
-        if isinstance(self._dataset, Dataset) and not (is_whole and self._is_noted(self._dataset)):
+        if isinstance(self._dataset, Dataset) and not self._is_noted(self._dataset, is_whole):
             told = columns.became(self._dataset, self._spec, self._conversion)
             for line in columns.note(self._dataset, self._source, told, self._run_dir):
                 log.info("%s", line)
@@ -215,8 +215,6 @@ class _Import:
                 f"source {self._source} holds {self._dataset.folder} as it was imported with another unit, "
                 "calibration, rename, crop, size or fps: say the same again, or use another run_dir"
             )
-        if there and isinstance(self._dataset, Dataset):
-            self._is_noted(self._dataset)
         missing = []
         for index, length in enumerate(self._dataset.lengths):
             cut: list[str] = []
@@ -231,16 +229,22 @@ class _Import:
                 cut += [id] * (not all(part.discard for part in parts))
         return missing
 
-    def _is_noted(self, dataset: Dataset) -> bool:
-        """Return whether the run's folder tells which dataset this is. Raises ConfigError if that is another one."""
-        noted = columns.noted(dataset, self._source, self._run_dir)
-        if noted not in (None, lerobot_api.fingerprint(dataset.folder)):
-            raise ConfigError(
-                f"{dataset.folder} has changed since source {self._source} imported episodes of it: put it back as it "
-                "was, or use another run_dir. If those episodes are the same in it, remove "
-                f"{columns.note_of(self._source, self._run_dir)}"
-            )
-        return noted is not None
+    def _is_noted(self, dataset: Dataset, is_whole: bool) -> bool:
+        """Return whether the run's folder tells what the source takes. is_whole: that of it no episode is missing.
+
+        Raises ConfigError if episodes are missing, and others come from another dataset that was in its place.
+        """
+        kept = columns.noted(dataset, self._source, self._run_dir)
+        if kept is None or not any(id.startswith(self._begin) for id in self._parts):
+            return False
+        count = kept["episodes"]
+        if kept["hash"] == columns.digest(dataset, count):
+            return is_whole and count == len(dataset.lengths)
+        changed = f"{dataset.folder} has changed since source {self._source} imported episodes of it"
+        if is_whole:
+            log.warning("%s: the run goes on with those", changed)
+            return True
+        raise ConfigError(f"{changed}: put it back as it was, or use another run_dir")
 
     def _await_closed(self, client: TrainerClient) -> None:
         """Wait until no episode of this dataset is open. The server closes those of earlier sessions."""

@@ -23,7 +23,7 @@ from serl_launcher.datasets.names import MANIFEST
 from serl_launcher.datasets.tables import reading
 
 OLD = "v2.1"
-DESCRIBING = "info.json", "tasks.*", "episodes.jsonl", "episodes/*/*.parquet"  # in meta/
+DESCRIBING = "info.json", "tasks.jsonl", "episodes.jsonl"  # in meta/ of v2.1
 OWN = "data/*", "meta/*", "videos/*", MANIFEST  # the files of a dataset, in a folder or on the hub
 CONVERTED = "converted_from"  # in meta/ of a conversion: the fingerprint of what was converted
 CONVERTERS = "lerobot.scripts.convert_dataset_v21_to_v30", "lerobot.datasets.v30.convert_dataset_v21_to_v30"
@@ -131,14 +131,9 @@ def upload(folder: Path, name: str, *, private: bool) -> str:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return the hash of the files that say what a dataset of any format holds: its description, tasks and episodes.
-
-    Statistics are left out, because others make them anew. A conversion has the hash of what was converted.
-    """
+    """Return the hash of the files that say what a dataset of v2.1 holds: its description, tasks and episodes."""
     found, meta = hashlib.sha256(), folder / "meta"
     with reading(folder):
-        if (meta / CONVERTED).exists():
-            return (meta / CONVERTED).read_text()
         for path in sorted(path for pattern in DESCRIBING for path in meta.glob(pattern)):
             found.update(f"{path.relative_to(meta)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return found.hexdigest()

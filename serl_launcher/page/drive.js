@@ -66,11 +66,12 @@ function take(card) {
 }
 
 function send() {
-  if (!wheel.card.isConnected) held.clear(); // nobody sees the arm now
+  const isSeen = wheel.card.isConnected; // else nobody sees the arm now
+  if (!isSeen) held.clear();
   if (document.hidden || !document.hasFocus()) return letGo(AWAY);
   if (performance.now() > wheel.heard + 1000 * LATE_S) say("The arm does not answer: it holds");
   if (wheel.socket.bufferedAmount) return; // the link is behind: what waits there would be old
-  const motion = {}, shares = sticks();
+  const motion = {}, shares = isSeen ? sticks() : {};
   for (const label of new Set(held.values())) {
     const [entry, direction] = PADS[label];
     shares[entry] = (shares[entry] ?? 0) + direction;
@@ -175,6 +176,7 @@ addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 addEventListener("keyup", (event) => held.delete(event.code));
+for (const event of ["contextmenu", "dragstart"]) addEventListener(event, () => held.clear()); // they swallow the key that comes up
 addEventListener("blur", () => letGo(AWAY));
 addEventListener("pagehide", () => letGo(AWAY));
 document.addEventListener("visibilitychange", () => document.hidden && letGo(AWAY));

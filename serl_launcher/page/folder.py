@@ -130,8 +130,12 @@ class RunFolder:
             raise ConfigError(f"{episode} goes on: say it at {found.actor}, which ends it, or once it is over")
 
     def _goes_on(self, episode: Episode) -> bool:
-        clients = () if episode.closed else self._status()[0]["clients"]
-        return any((each["role"], each["actor"]) == ("actor", episode.actor) for each in clients)
+        if episode.closed:
+            return False
+        report, trouble = self._status()
+        return bool(trouble) or any(
+            (each["role"], each["actor"]) == ("actor", episode.actor) for each in report["clients"]
+        )
 
     def image(self, episode: str, camera: str) -> bytes | None:
         """Return the newest image of a camera in an episode, as a JPEG; the same one for FRAME_S seconds."""

@@ -1,6 +1,7 @@
 """Carries out what a person orders: verdicts on episodes, and commands to the plan. Each one is acknowledged."""
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,15 @@ PATIENCE = 15.0  # seconds that a verdict may take
 ANSWER_S = 5.0  # seconds that the server may take for a command
 HEARD_S = 5.0  # seconds that an actor may take to acknowledge a word: it reports each second
 LATE_S = 5.0  # seconds after which a word is not what its person means any more
-COMMANDS = {"pause": "hold", "resume": "resume", "next": "next", "stop": "stop"}  # a button: the plan's word
+PAUSE = "pause"  # waits for nothing, and is never too late: it is what somebody says who is afraid
+COMMANDS = {PAUSE: "hold", "resume": "resume", "next": "next", "stop": "stop"}  # a button: the plan's word
 
 
 def carry_out(run_dir: Path, local: str, order: str, about: str, actor: str = "", *, said: float) -> str:
     """Carry out an order, and return the sentence that acknowledges it.
 
     local: the learner's own address; empty: no learner runs. order: of COMMANDS or VERDICTS. about: the episode of a
-    verdict; the phase that a command means, because one that has ended meanwhile is not meant any more.
+    verdict; the phase that a command but a pause means, because one that has ended meanwhile is not meant any more.
     actor: whom a word of messages.WORDS is for, as `say` says it; empty: the order is about the run, or what is stored.
     said: the clock.monotonic() of when it was. A label may wait for others, a word to a robot or to the plan LATE_S.
 
@@ -37,7 +39,7 @@ def carry_out(run_dir: Path, local: str, order: str, about: str, actor: str = ""
     if order in VERDICTS and not actor:
         label(local, run_dir / "actors" / "page" / "outbox", verdict_on(about, order), name="page")
         return f"{about}: {order}. It is stored"
-    if clock.monotonic() > said + LATE_S:
+    if clock.monotonic() > said + LATE_S and order != PAUSE:
         raise Refused(f"nothing was done: it waited for more than {LATE_S:g} s: look, before you say it again")
     if actor:
         return say(local, order, actor, about)
@@ -46,21 +48,27 @@ def carry_out(run_dir: Path, local: str, order: str, about: str, actor: str = ""
     return command(local, order, about)
 
 
+def is_label(ask: Mapping[str, Any]) -> bool:
+    """Return whether an order is a verdict on what is stored, and no word to a robot or to the plan."""
+    return str(ask.get("order")) in VERDICTS and not ask.get("actor")
+
+
 def say(local: str, word: str, actor: str, about: str) -> str:
     """Say a word to an actor, and return what acknowledges it: the actor itself. about: as a Command's argument."""
     with _linked(local) as link:
         done: Any = link.call(m.Command(word, about, actor=actor), ANSWER_S)
-        number, end, heard, late = str(done.value), clock.monotonic() + HEARD_S, "", ""
-        while heard != number and clock.monotonic() < end:
+        number, end, heard, late = int(done.value), clock.monotonic() + HEARD_S, 0, ""
+        while heard < number and clock.monotonic() < end:
             clock.sleep(0.1)
             status: Any = link.call(m.Status(), ANSWER_S)
             clients = status.report["clients"]
             said = (str(each.get("heard", "")) for each in clients if (each["role"], each["actor"]) == ("actor", actor))
-            heard, _, late = next(said, "").partition(" ")
+            newest, _, late = next(said, "").partition(" ")
+            heard = int(newest) if newest.isdecimal() else 0
         link.send(m.Bye())
-    if heard != number:
+    if heard < number:
         raise Timeout(f"{word} may be lost, {actor} has not acknowledged it: look before you repeat it")
-    if late:
+    if late and heard == number:
         raise Refused(f"nothing was done: what you saw of {actor} is over, or paused beside it: look again")
     return f"{word}: {actor} has taken it"
 
@@ -79,7 +87,7 @@ def command(local: str, order: str, phase: str) -> str:
     """Give a command to the plan, and return what acknowledges it."""
     with _linked(local) as link:
         status: Any = link.call(m.Status(), ANSWER_S)
-        if (now := status.report["directive"].get("phase", "")) != phase:
+        if (now := status.report["directive"].get("phase", "")) != phase and order != PAUSE:
             raise Refused(f"nothing was done, look again: the phase is {now or 'before the first one'!r} now")
         try:
             about = status.report["directive"].get("number", 0) if order == "next" else 0

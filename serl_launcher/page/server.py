@@ -1,8 +1,8 @@
 """Runs the page's process: a web server. A browser asks, and is answered; nobody looks, nothing is done.
 
 What is read runs on a thread of its own, and so does each order, but those of one kind go one after the other: no
-word to a robot waits for a label, or for another robot. The process has the lowest priority: server, trainer and actors
-never wait for it.
+word to a robot waits for a label, or for another robot, and a pause for nothing. The process has the lowest priority:
+server, trainer and actors never wait for it.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -46,7 +46,7 @@ log = throttled(__name__)
 TOKEN_S = 5.0  # seconds that a new connection may take to say its token
 REVOKED_S = 1.0  # seconds after which a page that asks nothing ends with its token, too
 LONGEST = 4096  # bytes of a question
-ORDERS = 16  # of one connection that are not carried out yet
+ORDERS = 16  # of one connection that are not carried out yet; as many words beside as many labels
 GUEST = 6  # hexadecimal digits of a connection's random number, which name whoever drives by it
 OVER = "this link is over: a new one stands on the learner's screen"
 BROKEN = CloseCode.MESSAGE_TOO_BIG, CloseCode.PROTOCOL_ERROR, CloseCode.INVALID_DATA  # with which websockets closes
@@ -145,8 +145,11 @@ class Page:
                     ask = _read(text)
                     if ask.get("ask") != "order":
                         await self._reply(connection, ask, owner)
-                    elif len(given) >= ORDERS:
-                        raise MessageError(f"{ORDERS} orders wait: say no other one before they are carried out")
+                    elif len(given) >= (
+                        ORDERS if orders.is_label(ask) else 2 * ORDERS
+                    ):  # a word has room beside labels
+                        full = f"{len(given)} orders wait: say it again once they are carried out"
+                        await connection.send(json.dumps({"id": ask.get("id"), "error": full}))
                     else:
                         given.add(task := asyncio.create_task(self._obey(connection, ask, owner)))
                         task.add_done_callback(given.discard)
@@ -242,12 +245,13 @@ class Page:
         """Carry out an order, and log whose it was. Raises what says why it was not, or may not have been."""
         said, (order, about, actor) = clock.monotonic(), (_text(ask, name) for name in ("order", "about", "actor"))
         self._check_operator(owner.role)
-        if order in orders.VERDICTS and not actor:
-            await self._read(lambda: self._folder.check_over(about))
-        turn = self._turns.setdefault((actor, not actor and order in orders.VERDICTS), asyncio.Lock())
+        is_label = orders.is_label(ask)
+        turn = nullcontext() if order == orders.PAUSE else self._turns.setdefault((actor, is_label), asyncio.Lock())
         carry_out = partial(orders.carry_out, self._run_dir, self._local, order, about, actor, said=said)
         try:
             async with turn:
+                if is_label:
+                    await self._read(lambda: self._folder.check_over(about))
                 done = await asyncio.get_running_loop().run_in_executor(self._clerks, carry_out)
         except RetakeError as error:
             log.info("%s: %s is not done, or lost: %s", owner.name, order, error)

@@ -77,14 +77,17 @@ def test_each_button_is_found_in_the_store(cell, open_tab):
         said(tab, tab.page.locator("#orders").get_by_text(word, exact=True), "the learner has taken it")
         until(lambda: not tab.page.locator("#said p").count())
     stop = tab.page.locator("#orders [data-word=stop]")
+    stop.evaluate("(button) => { button.click(); button.click(); }")
+    tab.until("document.querySelector('#orders [data-word=stop]').textContent === 'Stop'")
     stop.focus()
     tab.page.keyboard.down("Enter")
-    stop.click(force=True)
     tab.until("!document.querySelector('#orders [data-word=stop]').hasAttribute('aria-disabled')")
     tab.page.keyboard.down("Enter")  # it repeats, as it was not let go
     assert "stop" not in tab.page.inner_text("#said"), "neither a double click nor a held key ends the run"
     tab.page.keyboard.up("Enter")
-    said(tab, stop, "stop: the learner has taken it")
+    tab.until("document.querySelector('#orders [data-word=stop]').textContent === 'Stop'")
+    stop.evaluate("(button) => { button.click(); setTimeout(() => button.click(), 1000); }")
+    tab.says("stop: the learner has taken it", "#said")
     commands = [row[1] for row in Index(server.run_dir / "store/index.sqlite").commands(0)]
     assert commands == ["hold", "next", "stop"]
     for episode, word in (("e0", "failure"), ("e1", "discard"), ("e2", "success")):

@@ -21,8 +21,8 @@ from serl_client.spec import IMAGES, Feature, Spec
 
 from serl_launcher.config import composed
 from serl_launcher.datasets import lerobot_api
-from serl_launcher.datasets.columns import became
-from serl_launcher.datasets.importer import import_datasets, open_datasets
+from serl_launcher.datasets.columns import became, digest
+from serl_launcher.datasets.importer import _Import, import_datasets, open_datasets
 from serl_launcher.datasets.pieces import pieces
 from serl_launcher.datasets.reader import Dataset
 from serl_launcher.datasets.units import Conversion
@@ -300,26 +300,24 @@ def test_a_conversion_is_of_the_dataset_that_is_there_and_made_by_each_learner_i
     assert lerobot_api.converted(old) == other
 
 
-def test_a_dataset_is_known_by_what_it_holds_and_another_in_its_place_is_refused(tmp_path, serving, low):
-    """A run that was begun before that was noted goes on, and notes it."""
+def test_another_dataset_is_not_joined_with_one_that_was_in_its_place(tmp_path, serving, low, caplog, monkeypatch):
+    """A run that was begun before that was noted goes on, and notes it. Episodes that are added come in."""
     place, server = shutil.copytree(low.folder, tmp_path / "low"), serving()
     bring(server, place)
     there, note = catalog(server.run_dir), server.run_dir / "imported/demo.json"
-    kept = json.loads(note.read_text())
-    assert kept["hash"] == lerobot_api.fingerprint(low.folder)
-    note.write_text(json.dumps({name: value for name, value in kept.items() if name != "hash"}))
+    kept, fewer = json.loads(note.read_text()), len(low.lengths) - 1
     (place / "meta/stats.json").unlink()
-    bring(server, place)
-    assert json.loads(note.read_text()) == kept
-    (place / "meta/info.json").write_text(json.dumps(low.info | {"robot_type": "another"}))
-    with pytest.raises(
-        ConfigError, match=r"low has changed since source demo imported .* another run_dir. .*demo.json"
-    ):
+    unnoted = {name: value for name, value in kept.items() if name != "hash"}
+    for before in (unnoted, kept | {"episodes": fewer, "hash": digest(low, fewer)}):
+        note.write_text(json.dumps(before))
         bring(server, place)
-    count = low.info["total_episodes"]
-    note.write_text(json.dumps(kept | {"info": kept["info"] | {"total_episodes": count - 1}}))  # it has grown since
+        assert json.loads(note.read_text()) == kept
+    note.write_text(json.dumps(kept | {"hash": "of another"}))
     bring(server, place)
-    assert json.loads(note.read_text())["info"]["total_episodes"] == count
+    assert "has changed since source demo imported episodes of it: the run goes on with those" in caplog.text
+    monkeypatch.setattr(_Import, "_missing", lambda brought: brought._hear() or ["an episode"])
+    with pytest.raises(ConfigError, match=r"low has changed since source demo imported .* or use another run_dir"):
+        bring(server, place)
     assert catalog(server.run_dir) == there
 
 

@@ -11,6 +11,7 @@ from PIL import Image
 from serl_client import Feature, Outcome
 
 from serl_launcher.page import folder, images, orders
+from serl_launcher.page.server import ORDERS
 from serl_launcher.store.index import Index
 from tests.page.conftest import serving
 from tests.shared.clients import push_all
@@ -222,7 +223,7 @@ def test_a_word_waits_for_no_label_and_is_refused_when_others_have_held_it_up(ru
     browser.ask("state")
     monkeypatch.setattr(orders, "label", lambda *_, **__: go.wait(PATIENCE))
     monkeypatch.setattr(orders, "command", lambda *_: go.wait(PATIENCE) and "it is done")
-    for number, (word, about) in enumerate((("failure", "e0"), ("pause", ""), ("resume", ""))):
+    for number, (word, about) in enumerate((("failure", "e0"), ("next", ""), ("resume", ""), ("pause", ""))):
         browser.socket.send(json.dumps({"id": number, "ask": "order", "order": word, "about": about, "actor": ""}))
     browser.number = 9
     assert "no actor none is connected" in browser.ask("order", order="pause", about="", actor="none")
@@ -230,10 +231,25 @@ def test_a_word_waits_for_no_label_and_is_refused_when_others_have_held_it_up(ru
     assert browser.ask("state")["alive"], "an order holds up, or cuts off, nobody who looks"
     running_clock.advance(orders.LATE_S + 1)
     go.set()
-    answers = [json.loads(browser.socket.recv(PATIENCE)) for _ in range(3)]
+    answers = [json.loads(browser.socket.recv(PATIENCE)) for _ in range(4)]
     told = {each["id"]: each.get("answer", each.get("error")) for each in answers}
-    assert (told[0], told[1]) == ("e0: failure. It is stored", "it is done")
+    assert (told[0], told[1], told[3]) == ("e0: failure. It is stored", "it is done", "it is done")
     assert told[2].startswith("nothing was done: it waited for more than 5 s")
+
+
+def test_more_labels_than_may_wait_are_refused_and_a_word_has_room_beside_them(browse, arm, monkeypatch):
+    go, browser = Event(), browse()
+    browser.welcome()
+    monkeypatch.setattr(orders, "label", lambda *_, **__: go.wait(PATIENCE))
+    for number in range(ORDERS + 1):
+        browser.socket.send(json.dumps({"id": number, "ask": "order", "order": "failure", "about": "e0", "actor": ""}))
+    refused = json.loads(browser.socket.recv(PATIENCE))
+    assert (refused["id"], "16 orders wait: say it again" in refused["error"]) == (ORDERS, True)
+    browser.number = 99
+    assert "no actor none is connected" in browser.ask("order", order="pause", about="", actor="none")
+    go.set()
+    answers = [json.loads(browser.socket.recv(PATIENCE)) for _ in range(ORDERS)]
+    assert {each["answer"] for each in answers} == {"e0: failure. It is stored"}
 
 
 def test_who_may_only_look_orders_nothing(served, browse, arm):

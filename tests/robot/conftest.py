@@ -1,19 +1,18 @@
 """A terminal that a test types into, and lerobot's drivers with patience."""
 
 import os
-import time
 
 import pytest
-
-PATIENCE = 5  # times as long as lerobot's drivers wait for an answer, and only while they run: a busy machine stalls
+from sitecustomize import PATIENT, own_time  # tests/watch
 
 
 @pytest.fixture(scope="module")
 def patient_drivers():
-    """Nothing of lerobot misses an answer of a simulated servo because others are at work on this machine."""
+    """Nothing of lerobot, here or in a guard, misses an answer of a simulated servo because this machine is busy."""
     ports = pytest.importorskip("scservo_sdk").PortHandler
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ports, "getCurrentTime", lambda port: time.thread_time() * 1e3 / PATIENCE)
+        patch.setattr(ports, "getCurrentTime", own_time)
+        patch.setenv(PATIENT, "yes")
         yield
 
 

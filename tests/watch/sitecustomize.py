@@ -3,10 +3,13 @@
 conftest.py puts this folder on PYTHONPATH, so that servers, actors and trainers load it as they start. While a message
 is handled (a function of WATCHED is on the stack) nothing unpickles, compiles or runs code that is not a module's,
 starts a process, or opens, makes or moves a file outside the folders of RETAKE_FOLDERS.
+
+Those of tests with a simulated bus of servos are patient with it, see `own_time`.
 """
 
 import os
 import sys
+import time
 import traceback
 from types import FrameType
 
@@ -22,6 +25,8 @@ PATHS = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "os.link"
          "sqlite3.connect": 1}  # fmt: skip
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 TRACEBACK = traceback.__file__
+PATIENCE = 5  # times as long as lerobot's drivers wait for an answer, and only while they run: a busy machine stalls
+PATIENT = "RETAKE_PATIENT_DRIVERS"  # in the environment of processes that do so
 FOLDERS = tuple(os.environ.get("RETAKE_FOLDERS", "").split(":"))
 
 
@@ -74,3 +79,14 @@ def record_into(path: str | os.PathLike[str]) -> None:
 if "RETAKE_VIOLATIONS" in os.environ:
     record_into(os.environ["RETAKE_VIOLATIONS"])
     sys.addaudithook(watch)
+
+
+def own_time(port: object = None) -> float:
+    """Milliseconds for a driver's timeouts: they pass only while its thread runs, and PATIENCE times as slowly."""
+    return time.thread_time() * 1e3 / PATIENCE
+
+
+if PATIENT in os.environ:
+    import scservo_sdk
+
+    scservo_sdk.PortHandler.getCurrentTime = own_time
