@@ -254,7 +254,7 @@ def test_neither_the_check_nor_an_actors_start_nor_a_fault_moves_an_arm_before_r
         robot.close()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("patient_guards")
 def test_the_check_of_an_arm_with_a_tool_says_where_its_probe_may_begin(bus, tmp_path):
     (tmp_path / "me.json").write_text(json.dumps(bus.calibration()))
     alone = [word for word in WORDS if "leader" not in word]
