@@ -26,6 +26,7 @@ OLD = "v2.1"
 DESCRIBING = "info.json", "tasks.jsonl", "episodes.jsonl"  # in meta/ of v2.1
 OWN = "data/*", "meta/*", "videos/*", MANIFEST  # the files of a dataset, in a folder or on the hub
 CONVERTED = "converted_from"  # in meta/ of a conversion: the fingerprint of what was converted
+DESCRIBERS = "lerobot.datasets.io_utils", "lerobot.datasets.utils"  # the newer version first
 CONVERTERS = "lerobot.scripts.convert_dataset_v21_to_v30", "lerobot.datasets.v30.convert_dataset_v21_to_v30"
 
 
@@ -108,7 +109,9 @@ def upload(folder: Path, name: str, *, private: bool) -> str:
 
     hub, info = HfApi(token=True), json.loads((folder / "meta/info.json").read_text())
     there: Any = {"repo_id": name, "repo_type": "dataset"}
-    card = str(create_lerobot_dataset_card(dataset_info=info, repo_id=name))
+    module = next(name for name in DESCRIBERS if importlib.util.find_spec(name))
+    described = importlib.import_module(module).load_info(folder)
+    card = str(create_lerobot_dataset_card(dataset_info=described, repo_id=name))
     try:
         address = hub.create_repo(**there, private=private, exist_ok=True)
         if bool(hub.repo_info(**there).private) != private:

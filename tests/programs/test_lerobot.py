@@ -45,6 +45,13 @@ ROUNDED = 0.001  # metres: a servo's counts of 0.09 degrees
 LIMIT = "{range:[-50,50],speed:100,jump:15,tracking:30}"
 
 
+@pytest.fixture(scope="module")
+def needs_torch():
+    """Whether lerobot's own cameras load torch, as those of 0.6.1 do. Nothing else in an actor does."""
+    asked = "import lerobot.cameras, sys; print('torch' in sys.modules)"
+    return subprocess.run([sys.executable, "-c", asked], capture_output=True, check=True).stdout == b"True\n"
+
+
 @pytest.fixture
 def so101(tmp_path):
     """(words, follower, leader): an SO-101 whose servos are simulated, and what its user says beside the yaml."""
@@ -102,11 +109,11 @@ def moving(leader):
         hand.join()
 
 
-def test_an_so101_is_demonstrated_with_and_practised_with_by_words_alone(person, so101):
+def test_an_so101_is_demonstrated_with_and_practised_with_by_words_alone(person, so101, needs_torch):
     words, follower, leader = so101
     stood = follower.positions
     with moving(leader):
-        assert "libtorch" not in person.practised(words)
+        assert ("libtorch" in person.practised(words)) == needs_torch
     check_rows(person, jump=15)
     first = {number: follower.servos[number].goals[0][1] for number in stood}
     assert first == pytest.approx(stood, abs=1), "torque came on where each servo stood"
@@ -140,13 +147,13 @@ def test_an_so101_is_practised_with_by_its_tool_and_keys_within_its_box(person, 
     assert np.ptp(tools[is_in], axis=0).max() > 0.02, "it moved"
 
 
-def test_plugins_that_nobody_knew_are_found_driven_recorded_and_practised_with(person):
+def test_plugins_that_nobody_knew_are_found_driven_recorded_and_practised_with(person, needs_torch):
     words = [
         "task=lerobot", "task.env.address=x1", "task.env.task=wave", "+task.env.options.robot.type=x_robot",
         "task.env.options.leader={type:x_leader}", f"+task.env.limits={{base.pos:{LIMIT},hand.pos:{LIMIT}}}", CAMERA,
         "+task.env.home={base.pos:0,hand.pos:0}", *FPS,
     ]  # fmt: skip
-    assert "libtorch" not in person.practised(words)
+    assert ("libtorch" in person.practised(words)) == needs_torch
     check_rows(person, jump=15)
 
 
@@ -190,7 +197,8 @@ def test_a_recording_of_lerobot_is_practised_with_and_goes_back_to_lerobot_by_co
         person.practised(words, has_programs=True, learns=imported)
     said = program(sys.executable, TOOLS / "data.py", "export", person.run_dir, "--plain", new)
     assert "2 episodes came from a dataset and are not in it" in said
-    lerobot("edit-dataset", "--repo_id=me/both", "--operation.type=merge", "--operation.repo_ids=['me/old', 'me/new']")
+    named = "--repo_id=me/both", "--new_repo_id=me/both"  # 0.4.4 takes the first, 0.6.1 the second
+    lerobot("edit-dataset", *named, "--operation.type=merge", "--operation.repo_ids=['me/old', 'me/new']")
     recorded, practised = Dataset(old), Dataset(new)
     assert len(practised.lengths) >= 3
     names = {name: name for name in recorded.features}
