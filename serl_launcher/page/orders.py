@@ -69,7 +69,7 @@ def say(local: str, word: str, actor: str, about: str) -> str:
     if heard < number:
         raise Timeout(f"{word} may be lost, {actor} has not acknowledged it: look before you repeat it")
     if late and heard == number:
-        raise Refused(f"nothing was done: what you saw of {actor} is over, or paused beside it: look again")
+        raise Refused(f"nothing was done: what you saw of {actor} is over, or somebody paused it: look again")
     return f"{word}: {actor} has taken it"
 
 

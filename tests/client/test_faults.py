@@ -208,10 +208,22 @@ def test_whoever_says_pause_at_once_after_another_one_does_not_let_the_robot_go_
     assert person.is_paused == holds
 
 
-def test_a_verdict_from_elsewhere_ends_the_episode_that_it_names_and_a_pause_holds_the_robot(client, spec):
-    env, status, drivers = CountingEnv(spec), ActorStatus(), []
+@pytest.mark.parametrize(("after", "holds"), [(0.9, True), (1.1, False)])
+def test_whoever_presses_pause_again_and_again_on_a_page_does_not_press_the_resume_that_takes_its_place(
+    client, clock, after, holds
+):
+    person = Person(None, client, status := ActorStatus())
+    for number, word in enumerate(("pause", "pause", "resume"), 1):
+        client.said += [Command(word, "", number, client.actor)]
+        clock.advance(after)
+        person.listen()
+    assert (person.is_paused, status.heard) == (holds, "3 late" if holds else "3")
+
+
+def test_a_verdict_from_elsewhere_ends_the_episode_that_it_names_and_a_pause_holds_the_robot(spec, clock):
+    env, status, drivers, client = CountingEnv(spec), ActorStatus(), [], WaitingClient(spec, clock)
     client.script = {
-        1: told(client, 1, "success", lambda: status.episode), "wait 4": told(client, 3, "resume", str),
+        1: told(client, 1, "success", lambda: status.episode), "wait 400": told(client, 3, "resume", str),
         3: told(client, 2, "pause", str), "wait 2": lambda: drivers.append(status.driver),
     }  # fmt: skip
     run(env, client, status=status)

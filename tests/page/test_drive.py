@@ -124,8 +124,8 @@ def test_a_pause_and_the_end_of_an_episode_end_a_takeover(run, sits, steps, word
         assert "the robot is paused" in told["text"]
         made = len(steps)
         assert "the robot is paused" in until(lambda: anna.turn(TAKE)["text"])
-        run.ask(m.Command("resume", actor="arm"))
-        until(lambda: anna.turn("", PUSH) and len(steps) > made + 2)
+        resume = m.Command("resume", actor="arm")  # refused within a second of a pause
+        until(lambda: run.ask(resume) and anna.turn("", PUSH) and len(steps) > made + 2)
         assert last(steps, 2, driven=True, moves=False), "it goes on as it was, and nobody is at the controls"
     else:
         until(lambda: anna.turn("", PUSH) and last(steps, 2, driven=False))

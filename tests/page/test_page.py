@@ -193,7 +193,7 @@ def test_a_command_names_its_phase_and_counts_once(served, browse, arm):
 @pytest.mark.parametrize(
     ("answer", "says"),
     [("{}", "ready: arm has taken it"),
-     ("{} late", "error: nothing was done: what you saw of arm is over, or paused beside it: look again"),
+     ("{} late", "error: nothing was done: what you saw of arm is over, or somebody paused it: look again"),
      (None, "error: ready may be lost, arm has not acknowledged it: look before you repeat it")],
 )  # fmt: skip
 def test_a_word_to_an_actor_is_acknowledged_by_that_actor_or_said_to_be_lost(browse, arm, monkeypatch, answer, says):

@@ -90,10 +90,11 @@ class Person:
 
     def _takes(self, word: Command) -> bool:
         """Do what an operator says from elsewhere; return False if it is about something that is over, or if a person
-        beside the robot has paused it."""
-        if word.name == "pause" or (word.name == "resume" and not self._pauses_here):
-            self._pauses_elsewhere = word.name == "pause"
-            self._paused_at = clock.monotonic()
+        beside the robot has paused it, or anybody just now."""
+        if word.name == "pause":
+            self._pauses_elsewhere, self._paused_at = True, clock.monotonic()
+        elif word.name == "resume" and not self._pauses_here and clock.monotonic() > self._paused_at + DELIBERATE:
+            self._pauses_elsewhere = False
         elif word.name == "ready" and word.argument == str(self._status.question):
             self.is_ready = True
         elif word.name in VERDICTS and word.argument == self._status.episode:
