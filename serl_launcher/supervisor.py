@@ -6,6 +6,7 @@ one, too, before inference, which is given up, ends the run.
 
 import ctypes
 import logging
+import math
 import os
 import resource
 import signal
@@ -43,6 +44,7 @@ WITHOUT = {  # process that a run can live without: what becomes of its work
 }
 UNFINISHED = "episodes that are in no dataset yet: the same command goes on with them, or `tools/data.py export %s`"
 WAITED_FOR = "It is started again every minute. Actors whose source is full wait for it, and say so"
+KEPT_S = 600.0  # seconds that the trainer has for a checkpoint before inference, which is given up, ends the run
 AGAIN_S = 60.0  # seconds between two starts of an export process that an archived source waits for
 
 
@@ -109,7 +111,7 @@ class Supervisor:
         for name, child in list(self._children.items()):
             if (status := child.poll()) is not None and (over := self._ended(name, status)) is not None:
                 if name == "inference":
-                    self._keep_checkpoint()
+                    self._keep_checkpoint(KEPT_S)
                 return over
         return None
 
@@ -167,9 +169,10 @@ class Supervisor:
             return f"{FAILURES} times within an hour, and nobody killed it"
         return ""
 
-    def _keep_checkpoint(self) -> int:
+    def _keep_checkpoint(self, seconds: float = math.inf) -> int:
         """Let a trainer that has begun keep a checkpoint and end, unless another signal comes; return the exit status:
-        0 if nothing is lost. The ranks of a node beyond the first end with those of the first."""
+        0 if nothing is lost. The ranks of a node beyond the first end with those of the first.
+        seconds: how long it may take, where nobody may be there to send the other signal."""
         asked, names = self._signals, ["trainer", *["server"] * bool(self._local)]
         needed = [self._children.get(name) for name in names]
         if not self._local:
@@ -179,7 +182,11 @@ class Supervisor:
             stop_file(self._local).touch()
         else:
             return 0
+        until = time.monotonic() + seconds
         while self._signals == asked and all(child is not None and child.poll() is None for child in needed):
+            if time.monotonic() > until:
+                log.error("the trainer has not ended within %g s, as if it hung: it is ended as it is", seconds)
+                return 1
             time.sleep(0.05)
         return int(self._signals != asked or any(child is None or child.poll() for child in needed))
 

@@ -42,6 +42,7 @@ DRIVERS = {  # who drives an actor, the most urgent first: what a person should 
     "IDLE": "It does nothing now",
 }
 SHOWN = {"RESET": "WAITING", BEGIN: "WAITING", "HOMING": "POLICY"}  # a driver: its word on the banner
+UNDER_WAY = ("POLICY", "HUMAN", "WAITING", "PAUSED")  # drivers of an episode of which nothing may be stored yet
 HELD = "the operator: held"  # what the trainer waits for then
 EMPTY: Mapping[str, Any] = {
     "directive": {}, "weights": {}, "clients": [], "sources": {}, "degraded": "", "full": [], "missing": {},
@@ -216,7 +217,7 @@ def _actor(client: Mapping[str, Any], newest: Episode | None, images: Images | N
     text = client.get("warning") or client.get("because") or drives
     cameras = images.cameras if images and newest else []
     drives = told if is_name(told := client.get("episode")) else ""  # the episode under way, or the latest
-    is_under_way = not newest.closed if newest and newest.part_of == drives else driver in ("POLICY", "HUMAN")
+    is_under_way = not newest.closed if newest and newest.part_of == drives else driver in UNDER_WAY
     return {
         "name": client["actor"], "driver": driver, "word": SHOWN.get(driver, driver), "text": str(text),
         "warning": str(client.get("warning", "")), "rate": round(counted(client, "rate"), 1), "cameras": cameras,

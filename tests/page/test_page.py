@@ -156,8 +156,9 @@ def test_a_verdict_is_stored_before_it_is_acknowledged_but_while_its_robot_drive
 
 @pytest.mark.parametrize(
     ("driver", "drives", "runs"),
-    [("FAULT", "e2", "e2"), ("RESET", "e1", ""), ("RESET", "e3", ""), ("POLICY", "e3", "e3"), ("POLICY", 7, "")],
-)
+    [("FAULT", "e2", "e2"), ("RESET", "e1", ""), ("RESET", "e3", ""), ("POLICY", "e3", "e3"), ("POLICY", 7, ""),
+     ("PAUSED", "e3", "e3")],
+)  # fmt: skip
 def test_a_verdict_at_an_actor_is_about_what_its_robot_does_also_before_that_is_stored(
     browse, arm, make_segment, driver, drives, runs
 ):

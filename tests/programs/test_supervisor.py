@@ -67,11 +67,14 @@ def test_only_the_server_has_a_limit_of_memory(tmp_path, monkeypatch):
     assert (tmp_path / "limit of inference").read_text() == "unlimited\n"
 
 
-def test_the_trainer_keeps_a_checkpoint_before_inference_that_refuses_ends_the_run(tmp_path):
+@pytest.mark.parametrize("hangs", [False, True])
+def test_the_trainer_keeps_a_checkpoint_before_inference_that_refuses_ends_the_run(tmp_path, monkeypatch, hangs):
+    """It may hang for the same reason, such as a broken GPU: then it is not waited for without an end."""
+    monkeypatch.setattr(supervisor, "KEPT_S", 0.2 if hangs else 600.0)
     local = f"ipc://{tmp_path}/server"
     made, asked = supervisor.Supervisor(tmp_path, local, []), supervisor.stop_file(local)
     ends = {"server": lambda: None, "inference": lambda: supervisor.REFUSED}
-    ends["trainer"] = lambda: 0 if asked.exists() else None
+    ends["trainer"] = lambda: 0 if asked.exists() and not hangs else None
     made._children = {name: SimpleNamespace(poll=poll) for name, poll in ends.items()}
     supervisor.begun_file("trainer", local).touch()
     assert made._look() == 1
