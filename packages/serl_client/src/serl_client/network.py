@@ -64,8 +64,8 @@ class Answer:
     reset: bool = False
 
 
-class Network(threading.Thread):
-    """Owns every socket and every file of a client.
+class Network:
+    """The thread that owns every socket and every file of a client.
 
     The control thread writes `questions`, `report` and, by `say`, `commands`, calls `wake`, and only reads the other
     attributes.
@@ -76,7 +76,7 @@ class Network(threading.Thread):
         self, address: str, *, actor: str, spec: Spec, outbox: Outbox, weights_folder: Path | None, paced: bool,
         has_operator: bool, key: Key | None, inference_port: int | None, remote: RemoteDriver | None,
     ) -> None:  # fmt: skip
-        super().__init__(name=f"network of {actor}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"network of {actor}", daemon=True)
         self.session = os.urandom(16).hex()
         self.state = State({"number": 0, "phase": "", "mode": "idle"}, 0 if paced else None)  # replaced, never changed
         self.spec = spec  # the run's, once the learner has said it: with the extras that the algorithm gives
@@ -108,6 +108,10 @@ class Network(threading.Thread):
             m.Failed: self._failed, m.Command: self._heard, m.Drive: self._driven,
         }  # fmt: skip
 
+    def start(self) -> None:
+        """Begin the thread."""
+        self._thread.start()
+
     def wake(self) -> None:
         """Let the thread look at once at what the control thread has written."""
         os.eventfd_write(self._wake, 1)
@@ -118,12 +122,12 @@ class Network(threading.Thread):
             return
         self._closing = True
         self.wake()
-        if self.ident is not None:
-            self.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         os.close(self._wake)
         os.close(self.news)
 
-    def run(self) -> None:
+    def _run(self) -> None:
         try:
             while not self._closing:
                 self._turn()
@@ -133,8 +137,8 @@ class Network(threading.Thread):
                 self._send()
             self.server.send(m.Bye())
         except Exception as error:
-            log.exception("the %s died", self.name)
-            self._fail(TrainerError(f"the {self.name} died: {error!r}; its traceback is in the log"))
+            log.exception("the %s died", self._thread.name)
+            self._fail(TrainerError(f"the {self._thread.name} died: {error!r}; its traceback is in the log"))
         finally:
             for link in self._links:
                 link.close(FAREWELL)
