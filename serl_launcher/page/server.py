@@ -1,8 +1,8 @@
 """Runs the page's process: a web server. A browser asks, and is answered; nobody looks, nothing is done.
 
-What is read runs on a thread of its own, and so does each order, but those of one kind go one after the other: no
-word to a robot waits for a label, or for another robot, and a pause for nothing. The process has the lowest priority:
-server, trainer and actors never wait for it.
+What is read runs on a thread of its own, and so does each order, but those of one kind go one after the other: no order
+waits for what a browser looks at, no word to a robot for a label, or for another robot, and a pause for nothing. The
+process has the lowest priority: server, trainer and actors never wait for it.
 """
 
 import asyncio
@@ -46,6 +46,8 @@ log = throttled(__name__)
 TOKEN_S = 5.0  # seconds that a new connection may take to say its token
 REVOKED_S = 1.0  # seconds after which a page that asks nothing ends with its token, too
 LONGEST = 4096  # bytes of a question
+AT_ONCE = "drive", "preview"  # questions that are answered from memory
+READS = 256  # other questions of one connection that are not answered yet
 ORDERS = 16  # of one connection that are not carried out yet; as many words beside as many labels
 GUEST = 6  # hexadecimal digits of a connection's random number, which name whoever drives by it
 OVER = "this link is over: a new one stands on the learner's screen"
@@ -135,7 +137,8 @@ class Page:
         return None
 
     async def _serve(self, connection: ServerConnection | Stream) -> None:
-        given = set[asyncio.Task[None]]()  # orders that are not carried out yet
+        given, read = set[asyncio.Task[None]](), set[asyncio.Task[None]]()  # orders and questions that are not done yet
+        in_turn = asyncio.Lock()  # of what is read
         try:
             async with self._ending(connection):
                 token = await self._admit(connection)
@@ -143,20 +146,24 @@ class Page:
                     if (owner := self.door.owner(token)) is None:
                         raise self.door.refusal(OVER)
                     ask = _read(text)
-                    if ask.get("ask") != "order":
+                    if ask.get("ask") in AT_ONCE:
                         await self._reply(connection, ask, owner)
-                    elif len(given) >= (
-                        ORDERS if orders.is_label(ask) else 2 * ORDERS
-                    ):  # a word has room beside labels
-                        full = f"{len(given)} orders wait: say it again once they are carried out"
+                        continue
+                    if ask.get("ask") != "order":
+                        what, waiting, most, turn = "questions", read, READS, in_turn
+                    else:  # a word has room beside labels
+                        most = ORDERS if orders.is_label(ask) else 2 * ORDERS
+                        what, waiting, turn = "orders", given, None
+                    if len(waiting) >= most:
+                        full = f"{len(waiting)} {what} wait: say it again once they are done"
                         await connection.send(json.dumps({"id": ask.get("id"), "error": full}))
                     else:
-                        given.add(task := asyncio.create_task(self._obey(connection, ask, owner)))
-                        task.add_done_callback(given.discard)
+                        waiting.add(task := asyncio.create_task(self._obey(connection, ask, owner, turn)))
+                        task.add_done_callback(waiting.discard)
         finally:
             self._drivers.leave(connection.id.hex[:GUEST])
-            if given:
-                await asyncio.wait(given)
+            if given | read:
+                await asyncio.wait(given | read)
             self._doorstep.leave(connection.remote_address)
             if self._guests.pop(connection, None) and not self._guests:
                 self._reader.submit(self._folder.close)
@@ -177,10 +184,14 @@ class Page:
     async def _reply(self, connection: ServerConnection | Stream, ask: Mapping[str, Any], owner: KeyOwner) -> None:
         await connection.send(await self._answer(ask, owner, connection.id.hex[:GUEST]))
 
-    async def _obey(self, connection: ServerConnection | Stream, ask: Mapping[str, Any], owner: KeyOwner) -> None:
-        """Carry out an order beside whatever else the browser asks."""
-        async with self._ending(connection):
-            await self._reply(connection, ask, owner)
+    async def _obey(
+        self, connection: ServerConnection | Stream, ask: Mapping[str, Any], owner: KeyOwner,
+        turn: asyncio.Lock | None,
+    ) -> None:  # fmt: skip
+        """Carry out an order beside whatever else the browser asks; or, in turn, answer one who has not left."""
+        async with turn or nullcontext(), self._ending(connection):
+            if turn is None or not connection.transport.is_closing():
+                await self._reply(connection, ask, owner)
 
     async def _admit(self, connection: ServerConnection | Stream) -> str:
         """Return the token that the first message says. Raises MessageError for one that is not good."""

@@ -1,5 +1,6 @@
 """Who is let in: nobody without a token, no page of another site, no other name, nothing that is too large."""
 
+import asyncio
 import http.client
 import json
 import re
@@ -252,8 +253,12 @@ def test_who_leaves_before_the_answer_keeps_a_place_until_that_is_made(served, b
     go_on = threading.Event()
     monkeypatch.setitem(served.page._answers, "curves", lambda _: go_on.wait(PATIENCE))
     monkeypatch.setattr(served.page._doorstep._places, "most", 3)
-    for _ in range(3):
-        unread(served, "curves").close()
+    asked, read = [], served.page._read
+    monkeypatch.setattr(served.page, "_read", lambda what: asked.append(what) or read(what))
+    for number in range(3):
+        link = unread(served, "curves")
+        assert until(lambda: len(asked) > number)  # noqa: B023
+        link.close()
     assert until(lambda: len(served.page._guests) == 3)
     assert closed(browse(role="viewer")) == (1013, "too many pages are open: close one")
     go_on.set()
@@ -299,15 +304,21 @@ def test_a_page_of_another_site_opens_no_stream(served, headers):
 def test_nobody_speaks_on_a_stream_but_its_page_and_not_without_end(served, browse, monkeypatch):
     browser, go_on = browse(way=streaming), threading.Event()
     assert browser.welcome()
-    said = json.dumps({"id": 1, "ask": "curves"})
+    said, reply = json.dumps({"id": 1, "ask": "preview"}), served.page._reply
     assert browser.socket.send(said, **{"X-Stream": "0" * 43}) == 404
     assert browser.socket.send(said, Origin="http://evil.example") == 403
     assert browser.socket.send("x" * 4097) == 413
-    monkeypatch.setitem(served.page._answers, "curves", lambda _: go_on.wait(PATIENCE))
+
+    async def held(*asked):
+        """As to a browser that reads nothing."""
+        await asyncio.to_thread(go_on.wait, PATIENCE)
+        await reply(*asked)
+
+    monkeypatch.setattr(served.page, "_reply", held)
     answers = [browser.socket.send(said) for _ in range(stream.WAITING + 2)]
     assert (set(answers[:-1]), answers[-1]) == ({200}, 429)
     go_on.set()
-    assert json.loads(browser.socket.recv()) == {"id": 1, "answer": True}
+    assert json.loads(browser.socket.recv())["id"] == 1
 
 
 def test_the_page_ends_though_its_browsers_stay(served):

@@ -11,7 +11,8 @@ from PIL import Image
 from serl_client import Feature, Outcome
 
 from serl_launcher.page import folder, images, orders
-from serl_launcher.page.server import ORDERS
+from serl_launcher.page.folder import RunFolder
+from serl_launcher.page.server import ORDERS, READS
 from serl_launcher.store.index import Index
 from tests.page.conftest import serving
 from tests.shared.clients import push_all
@@ -251,6 +252,22 @@ def test_more_labels_than_may_wait_are_refused_and_a_word_has_room_beside_them(b
     go.set()
     answers = [json.loads(browser.socket.recv(PATIENCE)) for _ in range(ORDERS)]
     assert {each["answer"] for each in answers} == {"e0: failure. It is stored"}
+
+
+def test_a_pause_waits_for_nothing_that_is_looked_at(browse, arm, monkeypatch):
+    go, browser = Event(), browse()
+    browser.welcome()
+    monkeypatch.setattr(RunFolder, "curves", lambda _: [go.wait(PATIENCE)])
+    monkeypatch.setattr(orders, "command", lambda *_: "it is done")
+    for number in range(READS + 1):
+        browser.socket.send(json.dumps({"id": number, "ask": "curves"}))
+    refused = json.loads(browser.socket.recv(PATIENCE))
+    assert (refused["id"], "256 questions wait: say it again" in refused["error"]) == (READS, True)
+    browser.number = 999
+    assert browser.ask("order", order="pause", about="", actor="") == "it is done"
+    go.set()
+    answers = [json.loads(browser.socket.recv(PATIENCE)) for _ in range(READS)]
+    assert [(each["id"], each["answer"]) for each in answers] == [(number, [True]) for number in range(READS)]
 
 
 def test_who_may_only_look_orders_nothing(served, browse, arm):
