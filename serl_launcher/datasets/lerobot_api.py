@@ -26,7 +26,6 @@ OLD = "v2.1"
 DESCRIBING = "info.json", "tasks.jsonl", "episodes.jsonl"  # in meta/ of v2.1
 OWN = "data/*", "meta/*", "videos/*", MANIFEST  # the files of a dataset, in a folder or on the hub
 CONVERTED = "converted_from"  # in meta/ of a conversion: the fingerprint of what was converted
-DESCRIBERS = "lerobot.datasets.io_utils", "lerobot.datasets.utils"  # the newer version first
 CONVERTERS = "lerobot.scripts.convert_dataset_v21_to_v30", "lerobot.datasets.v30.convert_dataset_v21_to_v30"
 
 
@@ -105,13 +104,14 @@ def upload(folder: Path, name: str, *, private: bool) -> str:
     os.environ["HF_HUB_OFFLINE"] = "0"
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, RevisionNotFoundError
-    from lerobot.datasets.utils import create_lerobot_dataset_card
+    from lerobot.datasets import utils
 
+    reads = utils
+    if importlib.util.find_spec("lerobot.datasets.io_utils"):  # its newer version reads a type of its own there
+        reads = importlib.import_module("lerobot.datasets.io_utils")
     hub, info = HfApi(token=True), json.loads((folder / "meta/info.json").read_text())
     there: Any = {"repo_id": name, "repo_type": "dataset"}
-    module = next(name for name in DESCRIBERS if importlib.util.find_spec(name))
-    described = importlib.import_module(module).load_info(folder)
-    card = str(create_lerobot_dataset_card(dataset_info=described, repo_id=name))
+    card = str(utils.create_lerobot_dataset_card(dataset_info=reads.load_info(folder), repo_id=name))
     try:
         address = hub.create_repo(**there, private=private, exist_ok=True)
         if bool(hub.repo_info(**there).private) != private:
