@@ -26,11 +26,11 @@ APART = (0.3, 0.3, -0.3, 0.3, 0.3, 0.3)
 CASES = [  # the mistake, where each joint stands, and what FAIL says
     ("reads degrees", 0.9, r"joint1: 51.\d* rad is outside of its range -2 to 1.5; these look like degrees.*says rad"),
     ("reads degrees", 0.0, rf"{HOLDS}, joint\d went from .* a unit that is too large \(degrees for radians\)"),
-    ("writes degrees", 0.0, r"joint1 moved by .* 57.* its unit is wrong, write\(\) sends degrees where radians"),
+    ("writes degrees", 0.0, r"joint1 moved by .* 5[678].* its unit is wrong, write\(\) sends degrees where radians"),
     ("writes turns", 0.0, r"joint1 moved by .* times as much: its unit is wrong, write\(\) sends radians where deg"),
     ("swapped", 0.0, r"joint2 was told to move, and joint3 moved: the order"),
     ("flipped", 0.0, r"joint2 moved by .*: it moved the other way, so its sign is wrong"),
-    ("scale", 0.0, r"joint6 moved by .* 2 times as much: its scale is wrong"),
+    ("scale", 0.0, r"joint6 moved by .* (1\.9\d?|2(\.[01]\d?)?) times as much: its scale is wrong"),
     ("dead", 0.3, r"no joint moved at all: write\(\) does nothing"),
     ("stuck", 0.3, r"joint3 was told .* nothing was measured: its sensor is stuck"),
     ("slow read", 0.3, r"read\(\) takes 1\d\d ms, at worst \d+; 10 ms are between"),
