@@ -106,12 +106,12 @@ def upload(folder: Path, name: str, *, private: bool) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, RevisionNotFoundError
     from lerobot.datasets import utils
 
-    reads = utils
+    io_utils: Any = utils
     if importlib.util.find_spec("lerobot.datasets.io_utils"):  # its newer version reads a type of its own there
-        reads = importlib.import_module("lerobot.datasets.io_utils")
+        io_utils = importlib.import_module("lerobot.datasets.io_utils")
     hub, info = HfApi(token=True), json.loads((folder / "meta/info.json").read_text())
     there: Any = {"repo_id": name, "repo_type": "dataset"}
-    card = str(utils.create_lerobot_dataset_card(dataset_info=reads.load_info(folder), repo_id=name))
+    card = str(utils.create_lerobot_dataset_card(dataset_info=io_utils.load_info(folder), repo_id=name))
     try:
         address = hub.create_repo(**there, private=private, exist_ok=True)
         if bool(hub.repo_info(**there).private) != private:

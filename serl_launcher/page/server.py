@@ -150,15 +150,15 @@ class Page:
                         await self._reply(connection, ask, owner)
                         continue
                     if ask.get("ask") != "order":
-                        what, waiting, most, turn = "questions", read, READS, in_turn
+                        what, waiting, most, doing = "questions", read, READS, partial(self._reply_in_turn, in_turn)
                     else:  # a word has room beside labels
                         most = ORDERS if orders.is_label(ask) else 2 * ORDERS
-                        what, waiting, turn = "orders", given, None
+                        what, waiting, doing = "orders", given, self._reply_to
                     if len(waiting) >= most:
                         full = f"{len(waiting)} {what} wait: say it again once they are done"
                         await connection.send(json.dumps({"id": ask.get("id"), "error": full}))
                     else:
-                        waiting.add(task := asyncio.create_task(self._obey(connection, ask, owner, turn)))
+                        waiting.add(task := asyncio.create_task(doing(connection, ask, owner)))
                         task.add_done_callback(waiting.discard)
         finally:
             self._drivers.leave(connection.id.hex[:GUEST])
@@ -184,14 +184,18 @@ class Page:
     async def _reply(self, connection: ServerConnection | Stream, ask: Mapping[str, Any], owner: KeyOwner) -> None:
         await connection.send(await self._answer(ask, owner, connection.id.hex[:GUEST]))
 
-    async def _obey(
-        self, connection: ServerConnection | Stream, ask: Mapping[str, Any], owner: KeyOwner,
-        turn: asyncio.Lock | None,
-    ) -> None:  # fmt: skip
-        """Carry out an order beside whatever else the browser asks; or, in turn, answer one who has not left."""
-        async with turn or nullcontext(), self._ending(connection):
-            if turn is None or not connection.transport.is_closing():
-                await self._reply(connection, ask, owner)
+    async def _reply_to(self, connection: ServerConnection | Stream, ask: Mapping[str, Any], owner: KeyOwner) -> None:
+        """As `_reply`, in a task of its own: beside whatever else this browser asks."""
+        async with self._ending(connection):
+            await self._reply(connection, ask, owner)
+
+    async def _reply_in_turn(
+        self, turn: asyncio.Lock, connection: ServerConnection | Stream, ask: Mapping[str, Any], owner: KeyOwner
+    ) -> None:
+        """As `_reply_to`, one after the other, and to nobody who has left."""
+        async with turn:
+            if not connection.transport.is_closing():
+                await self._reply_to(connection, ask, owner)
 
     async def _admit(self, connection: ServerConnection | Stream) -> str:
         """Return the token that the first message says. Raises MessageError for one that is not good."""

@@ -223,7 +223,7 @@ def test_whoever_presses_pause_again_and_again_on_a_page_does_not_press_the_resu
 def test_a_verdict_from_elsewhere_ends_the_episode_that_it_names_and_a_pause_holds_the_robot(spec, clock):
     env, status, drivers, client = CountingEnv(spec), ActorStatus(), [], WaitingClient(spec, clock)
     client.script = {
-        1: told(client, 1, "success", lambda: status.episode), "wait 400": told(client, 3, "resume", str),
+        1: told(client, 1, "success", lambda: status.episode), "wait 40": told(client, 3, "resume", str),
         3: told(client, 2, "pause", str), "wait 2": lambda: drivers.append(status.driver),
     }  # fmt: skip
     run(env, client, status=status)

@@ -26,7 +26,7 @@ APART = (0.3, 0.3, -0.3, 0.3, 0.3, 0.3)
 CASES = [  # the mistake, where each joint stands, and what FAIL says
     ("reads degrees", 0.9, r"joint1: 51.\d* rad is outside of its range -2 to 1.5; these look like degrees.*says rad"),
     ("reads degrees", 0.0, rf"{HOLDS}, joint\d went from .* a unit that is too large \(degrees for radians\)"),
-    ("writes degrees", 0.0, r"joint1 moved by .* 5[678].* its unit is wrong, write\(\) sends degrees where radians"),
+    ("writes degrees", 0.0, r"joint1 moved by .* 5[678](\.\d)? times .* unit is wrong, .* degrees where radians"),
     ("writes turns", 0.0, r"joint1 moved by .* times as much: its unit is wrong, write\(\) sends radians where deg"),
     ("swapped", 0.0, r"joint2 was told to move, and joint3 moved: the order"),
     ("flipped", 0.0, r"joint2 moved by .*: it moved the other way, so its sign is wrong"),

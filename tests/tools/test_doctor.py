@@ -106,14 +106,6 @@ def test_a_plan_that_the_launcher_refuses_is_refused_and_nothing_said_of_what_fo
     assert "memory" not in found
 
 
-@pytest.mark.parametrize(("side", "is_told"), [("learner", True), ("actor", False)])
-def test_a_python_that_was_not_tried_on_a_side_is_told(tmp_path, monkeypatch, side, is_told):
-    run, sentence = planned(side, tmp_path), "Python 3.12 is allowed, but this side was tried with 3.11 alone"
-    assert sentence not in found(machine.packages, run)[1]
-    monkeypatch.setattr(machine.platform, "python_version_tuple", lambda: ("3", "12", "1"))
-    assert (sentence in found(machine.packages, run)[1]) is is_told
-
-
 def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch):
     run = planned("learner", tmp_path)
     assert found(machine.packages, run)[0] in ("ok", "WARN")

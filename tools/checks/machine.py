@@ -39,7 +39,6 @@ BLOCK = 4 << 20
 BLOCKS = 16
 SLOW_SYNC = 0.05  # seconds
 LEAST_OUTBOX = 120.0  # seconds of data that an outbox should take
-TRIED = {"learner": ("3.11",), "actor": ("3.11", "3.12")}  # Pythons with which the tests of this side were run
 PROCESS = 0.7e9  # bytes that torch takes in each process
 
 
@@ -98,10 +97,6 @@ def packages(run: Run) -> Iterator[Finding]:
         yield Finding(
             "WARN", f"other versions than those tested: {', '.join(others)}", "run `. examples/install.sh` here"
         )
-    if (version := ".".join(platform.python_version_tuple()[:2])) not in TRIED[run.side]:
-        tried = ", ".join(TRIED[run.side])
-        advice = f"if something fails, take {TRIED[run.side][0]}: `. examples/install.sh --python {TRIED[run.side][0]}`"
-        yield Finding("WARN", f"Python {version} is allowed, but this side was tried with {tried} alone", advice)
     what = ", ".join(extra for extra in extras if extra) or "the base"
     yield Finding("ok", f"Python {platform.python_version()}; {len(needed)} packages for {what}")
 
