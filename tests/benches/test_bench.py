@@ -114,6 +114,7 @@ def test_a_bench_measures_what_it_says_beside_what_it_says(bench):
     assert [each for each in figures if each.figure in KEPT and not each.holds] == [], done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

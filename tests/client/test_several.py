@@ -66,6 +66,7 @@ def test_the_others_go_on_without_one_that_fails_and_do_its_share_and_only_if_al
     assert run_several(2, fails) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "to_all", "status"), [(15, False, 130), (15, True, 130), (1, True, 130), (9, False, -9)]
 )

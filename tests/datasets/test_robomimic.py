@@ -201,6 +201,7 @@ def test_a_file_that_was_cut_or_is_none_is_one_sentence(lift, tmp_path):
             RobomimicFile(str(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["data", "mask/all"])
 def test_a_file_from_which_no_reader_returns_is_one_sentence(tmp_path, monkeypatch, name):
     path = tmp_path / "low_dim.hdf5"

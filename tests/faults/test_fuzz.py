@@ -29,6 +29,7 @@ from tests.shared.common import PATIENCE, free_port, until
 
 
 # -- all that comes from outside
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [20, pytest.param(500, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", sorted(campaign.KINDS))
 def test_a_spoiled_case_of_any_kind_is_taken_or_refused_as_declared(tmp_path, kind, count):

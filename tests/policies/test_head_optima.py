@@ -66,6 +66,7 @@ def near(*expected):
     return pytest.approx(expected, abs=0.01)
 
 
+@pytest.mark.slow
 def test_regression_and_straight_flow_learn_the_mean():
     for kind in (Regression, StraightFlow):
         found = optimum(head := kind(horizon=1, width=1), [1.0])

@@ -155,6 +155,7 @@ class Fused(MLP):
     has_forward_derivative = False
 
 
+@pytest.mark.slow
 def test_pi0_is_a_coin_flip_mip_too():
     policy = pi0.make(pi0.TOP, head=head_of("mip_coin_flip"))
     loss, _ = policy(pi0.batch_of(policy))

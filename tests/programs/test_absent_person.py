@@ -35,6 +35,7 @@ class Absent(Person):
             text = text[os.write(self.keys, text) :]
 
 
+@pytest.mark.slow
 def test_without_a_person_nothing_is_demonstrated_and_what_is_pasted_says_nothing(tmp_path):
     with Absent(tmp_path) as person:
         learner = person.start("learner", *WORDS, *TINY)

@@ -69,9 +69,8 @@ with Connection(sys.argv[1], m.Hello(m.PROTOCOL, "viewer", "eve")) as link:
         print(type(error).__name__)
 """
 
-pytestmark = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv, to be another user"
-)
+CANNOT = os.geteuid() != 0 or shutil.which("setpriv") is None
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CANNOT, reason="needs root and setpriv, to be another user")]
 
 
 @pytest.fixture

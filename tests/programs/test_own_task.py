@@ -71,6 +71,7 @@ def words_of(command):
     return [*words, *SHORT, "log=false"]
 
 
+@pytest.mark.slow
 def test_the_page_is_enough_for_a_task_of_ones_own(programs):
     practice, evaluation = [command for command in PAGE if "./start.sh" in command.text]
     programs.complete(words_of(practice), words_of(practice))

@@ -104,6 +104,7 @@ def saying(*words):
     return saying
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hindrance", "why"),
     [

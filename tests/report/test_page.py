@@ -25,6 +25,7 @@ from tests.shared.here import start
 from tests.shared.tools import called
 from tests.training.life import found
 
+pytestmark = pytest.mark.slow
 HOSTILE = "</title><script>alert(1)</script><img src=x onerror=alert(1)>&\"'\x00\x1b[2J"
 CAMERA = "observation.images.front"
 WORDS = [

@@ -111,6 +111,7 @@ def test_a_urdf_that_cannot_be_used_is_refused(change, said, tmp_path):
         read_chain(str(path), "e")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", ["xy", "xz", "yz"])
 def test_five_joints_draw_a_square_of_ten_centimetres_and_keep_their_box(axes):
     """Where an arm of five joints cannot keep its tool's turn, the way counts."""

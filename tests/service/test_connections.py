@@ -20,6 +20,7 @@ from tests.faults.fuzzing import hostile
 from tests.shared.common import PATIENCE, free_port, until
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_keys", [False, True])
 def test_whoever_says_nothing_takes_the_place_of_nobody_else(keys, serve, monkeypatch, has_keys):
     """A thousand silent sockets of one address, while twenty clients of another one come."""

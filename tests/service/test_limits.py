@@ -320,6 +320,7 @@ def test_a_status_fits_however_much_the_clients_report(turns):
     assert any("left_out" in client for client in clients)
 
 
+@pytest.mark.slow
 def test_a_connection_that_breaks_off_with_a_long_queue_does_not_abort_the_process():
     command = [sys.executable, "-c", BROKEN_OFF, f"tcp://127.0.0.1:{free_port()}"]
     assert subprocess.run(command, timeout=4 * PATIENCE, check=False).returncode == 0

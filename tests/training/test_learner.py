@@ -191,6 +191,7 @@ def test_a_phase_that_no_actor_can_do_says_so_and_is_refused_with_its_name(serve
         life.end()
 
 
+@pytest.mark.slow
 def test_the_pace_is_kept_over_a_restart(live, connect, server):
     """Steps from before the start pay for nothing, each one after it for one update, also while the trainer is dead."""
     tolerance = 40  # what is owed never exceeds it
@@ -211,6 +212,7 @@ def test_the_pace_is_kept_over_a_restart(live, connect, server):
     assert second.updates == tolerance + 4 * STEPS
 
 
+@pytest.mark.slow
 def test_what_actors_tell_of_a_persons_time_is_kept_over_a_restart(server, live, connect):
     plan = plan_of(practise=phase(until="operator"))
     life, client = live(server, plan).begin(), connect(server)
@@ -223,6 +225,7 @@ def test_what_actors_tell_of_a_persons_time_is_kept_over_a_restart(server, live,
         assert (told["hand_resets"], told["resets_min"], told["waiting_min"], told["takeovers_min"]) == (2, 1.5, 0.5, 0)
 
 
+@pytest.mark.slow
 def test_forged_episodes_neither_change_an_evaluation_nor_end_it(server, live, connect, spec):
     """3 honest failures, and 47 successes of one step by an actor that it is not for, in each way to stamp them."""
     plan = plan_of(evaluate=phase(updates=(), mode="evaluate", into="eval", until="episodes >= 50"))
