@@ -38,8 +38,8 @@ TELL_S = 2.0  # between two words on how far a merge is
 SHOWN = 3  # places that are named of each finding
 
 
-@in_one_sentence()
-def main() -> None:
+def parsed() -> argparse.Namespace:
+    """Return the words of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     check = commands.add_parser("check", help="look a dataset or a run over")
@@ -60,12 +60,18 @@ def main() -> None:
     uploading.add_argument("path", type=Path, help="the dataset's folder")
     uploading.add_argument("name", help="what it is called there: user/dataset")
     uploading.add_argument("--public", action="store_true", help="everybody may see it")
+    uploading.add_argument("--replace", action="store_true", help="in place of a dataset that is there under this name")
     writing = commands.add_parser("robomimic", help="write a run's episodes as a robomimic file")
     writing.add_argument("run", type=Path, help="the run's folder")
     writing.add_argument("out", type=Path, help="the file that is made")
     writing.add_argument("--source", help="this source alone")
     writing.add_argument("--like", type=Path, help="a robomimic file of the same robot, whose env_args are kept")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+@in_one_sentence()
+def main() -> None:
+    options = parsed()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("serl_launcher.datasets").setLevel(logging.INFO)  # how far it is
     keep_private("run" in options and is_shared(options.run))
@@ -73,7 +79,7 @@ def main() -> None:
         export(options.run, max(1, options.episodes), options.source, options.plain, options.successes)
         return
     if options.command == "upload":
-        print(upload(options.path, options.name, options.public))
+        print(upload(options.path, options.name, options.public, options.replace))
         return
     if options.command == "robomimic":
         count, steps = robomimic.write(options.run, options.out, options.source, options.like)
@@ -104,12 +110,12 @@ def export(run: Path, count: int, sources: Sequence[str] | None, out: Path | Non
         print(f"{made.left:,} episodes came from a dataset and are not in it: tools/data.py merge ALL {old} {out}")
 
 
-def upload(path: Path, name: str, is_public: bool) -> str:
+def upload(path: Path, name: str, is_public: bool, replaces: bool) -> str:
     """Upload a dataset that is whole; return its address. Raises ConfigError if it is none, or the hub refuses it."""
     frames, size = sum(Dataset(path).lengths), sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     kind = "everybody may see it" if is_public else "private"
     print(f"uploading {frames:,} frames, {size / 1e6:,.1f} MB to {name} ({kind})", flush=True)
-    return lerobot_api.upload(path, name, private=not is_public)
+    return lerobot_api.upload(path, name, private=not is_public, replace=replaces)
 
 
 def show(path: Path, findings: Findings) -> None:

@@ -94,12 +94,13 @@ def merge(target: Path, folders: Sequence[Path]) -> None:
     aggregate_datasets(names, "retake/merged", roots=[folder.resolve() for folder in folders], aggr_root=target)
 
 
-def upload(folder: Path, name: str, *, private: bool) -> str:
+def upload(folder: Path, name: str, *, private: bool, replace: bool) -> str:
     """Upload a dataset to the hub as `name`, with the token that this user has there; return its address.
 
-    Files of an earlier upload that the dataset no longer has are deleted there. LeRobot's own push_to_hub would put a
-    licence on it, and asks another server than the user's for its page.
-    Raises ConfigError if there is no token, if the hub refuses it, or if `name` is there and not as private as asked.
+    replace: a dataset that is there gives way to this one; its files that this one does not have are deleted. LeRobot's
+    own push_to_hub would put a licence on it, and asks another server than the user's for its page.
+    Raises ConfigError if there is no token, if the hub refuses it, if `name` is there and not as private as asked, or
+    if it holds a dataset and is not to be replaced.
     """
     os.environ["HF_HUB_OFFLINE"] = "0"
     from huggingface_hub import HfApi
@@ -118,6 +119,11 @@ def upload(folder: Path, name: str, *, private: bool) -> str:
             raise ConfigError(
                 f"{name} is {'public' if private else 'private'} on the hub: change that in its settings there, "
                 f"{'say' if private else 'leave out'} --public, or name another dataset"
+            )
+        if not replace and "meta/info.json" in hub.list_repo_files(**there):
+            raise ConfigError(
+                f"{name} holds a dataset already: say --replace to put this one in its place (what it holds stays in "
+                "its history there), or name another"
             )
         hub.upload_folder(**there, folder_path=folder, ignore_patterns=["images/*"], delete_patterns=[*OWN])
         if not (folder / "README.md").exists():

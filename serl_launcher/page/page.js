@@ -254,9 +254,10 @@ async function film(img, made, camera) {
 async function picture(img, episode, camera) {
   try {
     const blob = await ask({ ask: "image", episode, camera });
-    if (!blob) return false;
-    if (img.src) URL.revokeObjectURL(img.src);
-    img.src = URL.createObjectURL(blob);
+    if (blob) {
+      if (img.src) URL.revokeObjectURL(img.src);
+      img.src = URL.createObjectURL(blob);
+    } // else it has left the store
     return true;
   } catch { return false; } // the banner says that nobody answers
 }
@@ -317,7 +318,7 @@ async function list() {
       `return ${each.return}${each.assisted ? ", with help" : ""}`);
     const img = li.querySelector(".thumb"), steps = String(each.steps);
     if (img && img.dataset.steps !== steps)
-      picture(img, each.id, each.cameras[0]).then((isDrawn) => { if (isDrawn) img.dataset.steps = steps; });
+      picture(img, each.id, each.cameras[0]).then((isAnswered) => { if (isAnswered) img.dataset.steps = steps; });
     li.querySelector(".verdicts").hidden = role !== "operator" || !state?.alive || each.goes_on;
     for (const button of li.querySelectorAll(".quiet")) button.hidden = role !== "operator" || !each.closed;
     for (const button of li.querySelectorAll("button"))

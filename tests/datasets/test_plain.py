@@ -253,11 +253,14 @@ def test_a_dataset_goes_to_the_hub_when_its_user_says_so_whole_and_for_nobody_el
     assert paths == [("v3.0", None), ("main", "v3.0")], "the tag of an earlier upload is moved"
 
 
-def test_a_second_upload_deletes_what_is_gone_and_goes_nowhere_that_more_or_fewer_people_see(made, hub, monkeypatch):
+def test_a_dataset_that_is_there_gives_way_on_a_word_alone_and_nobody_else_sees_it(made, hub, monkeypatch):
     folder, gone = made["first"].folder, ["data/chunk-000/file-007.parquet", "retake.json"]
     monkeypatch.setenv("HF_TOKEN", "hf_mine")
     hub.files = ["README.md", ".gitattributes", "notes.txt", "meta/info.json", *gone]
-    assert typed("data", "upload", folder, "me/pick")[0] == 0
+    status, told = typed("data", "upload", folder, "me/pick")
+    assert (status, [path for path, _, _ in hub.asked]) == (1, ["/api/repos/create"])
+    assert "me/pick holds a dataset already: say --replace to put this one in its place" in told
+    assert typed("data", "upload", folder, "me/pick", "--replace")[0] == 0
     lines = [json.loads(line) for path, _, body in hub.asked if "/commit/" in path for line in body.splitlines()]
     assert sorted(line["value"]["path"] for line in lines if line["key"] == "deletedFile") == gone
     for hub.private, words, said in ((True, ["--public"], "private"), (False, [], "public")):
