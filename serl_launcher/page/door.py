@@ -26,7 +26,7 @@ ROLES = ("operator", "viewer")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # with any port, because `ssh -L` may give another one
 FILES = {  # path: (file of this folder, its type); there is no other path
     "/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css"), "/page.js": ("page.js", "text/javascript"),
-    "/drive.js": ("drive.js", "text/javascript"),
+    "/drive.js": ("drive.js", "text/javascript"), "/scene.js": ("scene.js", "text/javascript"),
     "/stream.js": ("stream.js", "text/javascript"),
 }  # fmt: skip
 SOCKET, STREAM, SAY = "/socket", "/stream", "/say"  # a websocket; what stands in for one: what is told, what is said

@@ -1,5 +1,6 @@
 // The operator's page. It asks, and shows what it is answered. What comes from elsewhere becomes text, never markup.
 import { steer } from "/drive.js";
+import * as scene from "/scene.js";
 import { dial } from "/stream.js";
 
 const at = (id) => document.getElementById(id);
@@ -203,8 +204,8 @@ function row(actor) {
 function card(actor) {
   const made = element("article", "", { class: "card" });
   made.append(element("h2", actor.name), element("p", "", { class: "word" }), element("p", "", { class: "soft text" }),
-    element("div", "", { class: "views" }), element("ul", "", { class: "state" }),
-    element("p", "", { class: "soft numbers" }));
+    element("div", "", { class: "views" }), element("div", "", { class: "scene" }),
+    element("ul", "", { class: "state" }), element("p", "", { class: "soft numbers" }));
   // A verdict on what the robot does now is said to its actor, which ends the episode; any other one is stored.
   const { dataset } = made;
   made.append(buttons(WORDS, () => dataset.question, () => actor.name),
@@ -233,6 +234,7 @@ function dress(made, actor) {
     film(figure.firstChild, made, name);
     return figure;
   });
+  keyed(made.querySelector(".scene"), scene.views(actor.name, actor.state), ([title]) => title, scene.view, scene.show);
   keyed(made.querySelector(".state"), actor.state, (each) => each.name, (each) => {
     const li = element("li");
     li.append(element("span", each.name), element("span", "", { class: "now" }));
