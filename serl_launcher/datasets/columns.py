@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ def became(dataset: Dataset, spec: Spec, conversion: Conversion) -> dict[str, st
 def _changed(dataset: Dataset, name: str, theirs: Feature, conversion: Conversion) -> Iterator[str]:
     mine = dataset.features[name]
     if name == "action" and dataset.fps != dataset.recorded_fps:
-        yield "held until the next one: right for positions, wrong for changes per step"
+        yield from _resampled(mine, dataset.deltas)
     if name in dataset.cameras:
         if [*dataset.info["features"][dataset.original(name)]["shape"]] != [*dataset.shape_of(name)]:
             yield "its channels come last"
@@ -92,6 +92,13 @@ def _changed(dataset: Dataset, name: str, theirs: Feature, conversion: Conversio
         yield f"its entries {', '.join(sorted(entries))} are renamed"
     if name in conversion.factors:
         yield "percent become degrees"
+
+
+def _resampled(action: Feature, deltas: Sequence[int]) -> Iterator[str]:
+    if deltas:
+        yield f"{', '.join(action.names[i] if action.names else str(i) for i in deltas)} added up over each step"
+    if len(deltas) < action.shape[0]:
+        yield "held until the next one: right for positions, wrong for changes per step (deltas adds those up)"
 
 
 def digest(dataset: Dataset, count: int) -> str:
@@ -166,7 +173,13 @@ def _fitting(dataset: Dataset, spec: Spec) -> Change:
                 rename[before.get(own, own)] = found
                 left.remove(found)
     crops, sizes = ({name.removeprefix(IMAGES): both[i] for name, both in cuts.items()} for i in (0, 1))
-    return Change(rename, _shared(crops), _shared(sizes), spec.fps if dataset.fps != spec.fps else dataset.change.fps)
+    return Change(
+        rename,
+        _shared(crops),
+        _shared(sizes),
+        spec.fps if dataset.fps != spec.fps else dataset.change.fps,
+        dataset.change.deltas,
+    )
 
 
 def _are_alike(mine: Feature, theirs: Feature) -> bool:

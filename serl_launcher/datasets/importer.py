@@ -48,7 +48,7 @@ def dataset_at(source: PlanSource) -> Dataset | RobomimicFile:
     """Open a folder as a LeRobot dataset, a file as robomimic's. Raises ConfigError as they do."""
     name, is_file = str(source.dataset), robomimic.is_file(str(source.dataset))
     if is_file and (source.change != Change() or source.convert):
-        raise ConfigError("rename, crop, size, fps and convert are for datasets of LeRobot: leave them out")
+        raise ConfigError("rename, crop, size, fps, deltas and convert are for datasets of LeRobot: leave them out")
     if is_file:
         return RobomimicFile(name)
     if (folder := lerobot_api.read_from(name, source.convert)) != Path(name):
@@ -213,7 +213,7 @@ class _Import:
         if any((found[2] or "") != self._conversion.mark for found in there):
             raise ConfigError(
                 f"source {self._source} holds {self._dataset.folder} as it was imported with another unit, "
-                "calibration, rename, crop, size or fps: say the same again, or use another run_dir"
+                "calibration, rename, crop, size, fps or deltas: say the same again, or use another run_dir"
             )
         missing = []
         for index, length in enumerate(self._dataset.lengths):

@@ -1,11 +1,12 @@
 """Makes a run's episodes of a dataset's: cut where the task changes, and resampled by the time stamps.
 
 A step of the run shows the newest row that had been recorded at its time: each number and each image is one of the
-dataset's. What happened in a row (EVENTS) happens once, in the last step that begins before the next row does.
+dataset's. What happened in a row (EVENTS) happens once, in the last step that begins before the next row does. What an
+action changes per step happens evenly until the next row, and a step has the sum of what happens in its time.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +25,20 @@ class Resampled:
     """Which rows the steps of a piece show. Rows count from the piece's first one.
 
     rows: [T], of each step. owner: [N], of each row the step in which its events happen. late: [T] seconds from the
-    row's time to the step's.
+    row's time to the step's. begins: [T + 1], in which row each step begins, and which share of it is over by then; the
+    last one is where the last step ends.
     """
 
     rows: Array
     owner: Array
     late: Array
+    begins: Array
+
+    def added(self, changes: Array) -> Array:
+        """Return what the changes of the rows, [N, D], come to in each step, [T, D]. No part of one is lost."""
+        passed = np.vstack([np.zeros_like(changes[:1]), np.cumsum(changes, axis=0, dtype=np.float64)])
+        at = np.arange(len(passed))
+        return np.diff([np.interp(self.begins, at, column) for column in passed.T], axis=1).T
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,8 +67,11 @@ class Piece:
         """Which of its rows each step shows, [T], from 0 on."""
         return np.arange(len(self)) if self.resampled is None else self.resampled.rows
 
-    def taken(self, rows: Any) -> Any:
-        """Return the table of its steps, of that of the rows of the dataset's episode (pyarrow.Table)."""
+    def taken(self, rows: Any, deltas: Sequence[int] = ()) -> Any:
+        """Return the table of its steps, of that of the rows of the dataset's episode (pyarrow.Table).
+
+        deltas: which entries of the action are changes per step.
+        """
         import pyarrow as pa
 
         rows = rows.slice(self.begin, self.end - self.begin)
@@ -72,6 +84,11 @@ class Piece:
             add = np.add if name == names.REWARD else np.maximum
             add.at(happened, self.resampled.owner, told)
             taken = taken.set_column(taken.column_names.index(name), name, pa.array(happened))
+        if deltas:
+            told = tables.numbers(rows["action"], "action").reshape(len(rows), -1)
+            actions = told[self.resampled.rows]
+            actions[:, deltas] = self.resampled.added(told[:, deltas])
+            taken = taken.set_column(taken.column_names.index("action"), "action", pa.array(actions.tolist()))
         if names.GAP in rows.column_names:  # before a row: before the first step that shows it, or what came after it
             gaps = np.flatnonzero(tables.numbers(rows[names.GAP], names.GAP))
             is_gap = np.isin(np.arange(len(taken)), np.searchsorted(self.resampled.rows, gaps))
@@ -102,4 +119,5 @@ def resample(times: Array, fps: float, to: float) -> Resampled:
     steps = times[0] + np.arange(max(1, math.ceil((ends[-1] - times[0] - slack) * to))) / to
     rows = np.searchsorted(times, steps + slack, side="right") - 1
     owner = np.clip(np.searchsorted(steps, ends - slack, side="left") - 1, 0, len(steps) - 1)
-    return Resampled(rows, owner, steps - times[rows])
+    begins = np.interp(np.append(steps, ends[-1]), np.append(times, ends[-1]), np.arange(len(times) + 1))
+    return Resampled(rows, owner, steps - times[rows], begins)

@@ -39,7 +39,8 @@ class Conversion:
         """The end of the ids of episodes that were changed and multiplied like this; empty for none."""
         told = json.dumps({name: self.factors[name].tolist() for name in sorted(self.factors)})
         is_changed = self.change != Change()
-        told += json.dumps(asdict(self.change), sort_keys=True) * is_changed
+        change = {name: value for name, value in asdict(self.change).items() if value or name != "deltas"}  # it is new
+        told += json.dumps(change, sort_keys=True) * is_changed
         word = "as" if is_changed else "deg"
         return f"-{word}{hashlib.sha256(told.encode()).hexdigest()[:8]}" if self.factors or is_changed else ""
 

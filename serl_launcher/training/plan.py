@@ -31,6 +31,9 @@ TIME, WITHIN = "#", ".evaluate"  # in names: before the number of a repetition; 
 TERM = re.compile(r"(\w+)(?:\.(\w+)|\[(\d+)\])?\s*(>=|>)\s*(\d[\d_]*(?:\.\d+)?)")
 
 
+ALL = "all"  # in place of names
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """What becomes of a LeRobot dataset's rows before the run takes them. The order: names, images, rows.
@@ -39,12 +42,15 @@ class Change:
     crop, size: {camera of the run: top, left, height and width of what is used; height and width after it}, in pixels;
         under "" for each other camera.
     fps: steps per second to which the rows are resampled by their time stamps; None: the dataset's own.
+    deltas: entries of the action, by their names in the run, that are changes per step: resampled, those of a step's
+        time are added up, where other entries are held. ALL: each entry.
     """
 
     rename: Mapping[str, str] = field(default_factory=dict)
     crop: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     size: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     fps: float | None = None
+    deltas: tuple[str, ...] = ()
 
     def of(self, camera: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
         """Return (crop, size) of a camera, such as `observation.images.front`; None: not said."""

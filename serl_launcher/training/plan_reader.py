@@ -24,7 +24,7 @@ EVAL_CAPACITY = 20_000  # steps, unless the plan says another
 FILES = {  # words of a source: what they should be
     "dataset": "the folder of a LeRobot dataset, or a robomimic file", "calibration": "lerobot's calibration file",
 }  # fmt: skip
-CHANGES = ("rename", "crop", "size", "fps")  # of a dataset, in its source
+CHANGES = ("rename", "crop", "size", "fps", "deltas")  # of a dataset, in its source
 LEAST_CAPACITY = 100  # steps
 LEAVING = "a metric of the last phase, as in 'success[20] >= 0.9', or what a source holds, as in 'online.steps >= 9000'"
 EXAMPLE = "'env_steps >= 20000', 'demo.episodes >= 20', 'success[20] >= 0.9 and episodes >= 50' or 'operator'"
@@ -157,13 +157,18 @@ def _sources(node: _Node) -> tuple[dict[str, p.PlanSource], dict[str, View]]:
 def _change(source: _Node) -> p.Change:
     """Read what a source says of its dataset's rows."""
     rename, fps = source.at("rename"), source.at("fps")
-    names = dict(rename.entries() if rename.value else ())
-    for node in names.values():
-        if not isinstance(node.value, str):
-            raise node.error(f"should be the name in the run, not {node.value!r}")
-    told = {name: node.value for name, node in names.items()}
+    told = {name: _name(node) for name, node in (rename.entries() if rename.value else ())}
     crop, size = _cuts(source.at("crop"), 4), _cuts(source.at("size"), 2)
-    return p.Change(told, crop, size, None if fps.value is None else fps.number())
+    deltas = source.at("deltas", [])
+    summed = tuple(_name(node) for node in (deltas.items() if deltas.value else ()))
+    return p.Change(told, crop, size, None if fps.value is None else fps.number(), summed)
+
+
+def _name(node: _Node) -> str:
+    """Read a name in the run."""
+    if not isinstance(node.value, str):
+        raise node.error(f"should be the name in the run, not {node.value!r}")
+    return node.value
 
 
 def _cuts(node: _Node, count: int) -> dict[str, tuple[int, ...]]:

@@ -109,6 +109,39 @@ def test_rewards_and_ends_happen_once_at_any_rate(made, fps):
     assert [episode.success for episode in dataset] == [True, False]
 
 
+@pytest.mark.parametrize("fps", [7, 25, 30, 50, 120])
+def test_changes_per_step_lead_at_any_rate_where_they_led_at_the_datasets_own(made, fps):
+    own, dataset = made["fast"], Dataset(made["fast"].folder, Change(fps=fps, deltas=("all",)))
+    bounds = dataset.spec().action
+    for before, episode in zip(own, dataset, strict=True):
+        moved, steps = before.column("action"), episode.column("action")
+        way = np.vstack([np.zeros((1, 2)), np.cumsum(moved, axis=0)])
+        at = np.minimum(np.arange(len(steps) + 1) / fps, len(moved) / own.fps)
+        at[-1] = len(moved) / own.fps
+        expected = [np.interp(at, np.arange(len(way)) / own.fps, column) for column in way.T]
+        assert np.allclose(np.diff(expected).T, steps, atol=1e-5)
+        assert np.allclose(moved.sum(0), steps.sum(0), atol=1e-5)
+        assert ((bounds.low <= steps) & (steps <= bounds.high)).all()
+
+
+def test_an_entry_that_is_a_change_per_step_is_added_up_beside_one_that_is_held(made):
+    words = [
+        f"plan.sources.demo.dataset={made['odd'].folder}",
+        "plan.sources.demo.fps=15",
+        "plan.sources.demo.deltas=[b]",
+    ]
+    change = plan_of(composed(CONFIG, ["learner=true", "plan=sft", "task=fake", *words])).sources["demo"].change
+    dataset = Dataset(made["odd"].folder, change)
+    for before, episode in zip(made["odd"], dataset, strict=True):
+        (held, added), (a, b) = before.column("action").T, episode.column("action").T
+        assert np.array_equal(a, held[::2])
+        assert np.allclose(b, np.add.reduceat(added, range(0, len(added), 2)), atol=1e-5)
+    said = became(dataset, dataset.spec(), Conversion({}))["action"]
+    assert said.startswith("b added up over each step, held until the next one")
+    assert Conversion({}, change).mark != Conversion({}, replace(change, deltas=())).mark
+    assert Conversion({}, Change(fps=15.0)).mark == "-asd7e57e99", "what an older version imported is known again"
+
+
 def test_what_lerobots_rl_says_of_rewards_ends_and_interventions_is_kept(made):
     for number, episode in enumerate(episodes(made["replayed"])):
         assert episode.terminated
@@ -172,7 +205,7 @@ def test_the_words_that_a_refusal_names_make_the_dataset_usable(tmp_path, made, 
     whole = [episode.column(STATE) for episode in dataset]
     for episode, state in zip(mine, whole, strict=True):
         assert np.array_equal(episode.observation[STATE], np.repeat(state, 2, axis=0)[:, ::-1])
-    with pytest.raises(ConfigError, match="imported with another unit, calibration, rename, crop, size or fps"):
+    with pytest.raises(ConfigError, match="imported with another unit, calibration, rename, crop, size, fps or deltas"):
         bring(server, dataset.folder, change=replace(change, crop={}))
 
 
@@ -185,6 +218,10 @@ def test_the_words_that_a_refusal_names_make_the_dataset_usable(tmp_path, made, 
         ),
         (Change({f"{IMAGES}up": SIDE}), r"up, observation.images.side are all called observation.images.side"),
         (Change(size={"yp": (9, 9)}), r"^crop and size, of .*: no camera is called 'yp'; did you mean 'up'"),
+        (
+            Change(deltas=("lift",)),
+            "^deltas, of .*so101: no entry of the action is called 'lift'; did you mean 'main_lift'",
+        ),
         (Change(crop={"up": (0, 80, 481, 480)}), r"images.up: crop \[0, 80, 481, 480\] lies outside of an image of"),
     ],
 )
@@ -323,5 +360,7 @@ def test_another_dataset_is_not_joined_with_one_that_was_in_its_place(tmp_path, 
 
 def test_a_robomimic_file_is_taken_as_it_is_or_refused():
     for words in ({"change": Change(fps=3)}, {"convert": True}):
-        with pytest.raises(ConfigError, match="rename, crop, size, fps and convert are for datasets of LeRobot: leave"):
+        with pytest.raises(
+            ConfigError, match="rename, crop, size, fps, deltas and convert are for datasets of LeRobot: leave"
+        ):
             open_datasets(Plan({"demo": PlanSource(1000, dataset="low_dim.hdf5", **words)}, {}, {}))
