@@ -9,7 +9,7 @@ What one row of a shard holds:
 LeRobot has no row for the observation after the last action: it stays in the store.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from serl_client.spec import IMAGES, Feature, Spec
 from serl_client.words import check_choice
 
 from serl_launcher.datasets.tables import entry_names
+from serl_launcher.training.plan import ALL
 
 MANIFEST = "retake.json"  # the file in which a shard says what LeRobot has no place for
 LEFT_OUT = "left_out"  # folder beside those of the sources: the episodes that no shard takes, as NumPy files
@@ -93,6 +94,17 @@ def check_cameras(said: Iterable[str], cameras: Collection[str], where: str) -> 
     short = [camera.removeprefix(IMAGES) for camera in cameras]
     for name in said:
         check_choice(name, [*short, *cameras], "camera", where)
+
+
+def deltas(action: Feature | None, said: Sequence[str], where: str) -> list[int]:
+    """Return which entries of an action are said to be changes per step. Raises ConfigError for a name that is none."""
+    if action is None or not said:
+        return []
+    if ALL in said:
+        return list(range(action.shape[0]))
+    for name in said:
+        check_choice(name, [*action.names, ALL], "entry of the action", where)
+    return [action.names.index(name) for name in said]
 
 
 def order(mine: Feature, theirs: Feature) -> list[int] | None:

@@ -26,13 +26,12 @@ from serl_client.images import cut, cut_shape
 from serl_client.names import MAX_NAME, cleaned
 from serl_client.recorder import segment_rows
 from serl_client.spec import Array, Feature, Spec
-from serl_client.words import check_choice
 
 from serl_launcher.datasets import names, tables
 from serl_launcher.datasets.lerobot_api import how_to_convert
 from serl_launcher.datasets.pieces import Piece, pieces
 from serl_launcher.datasets.tables import IMAGES, read_json, read_table, reading
-from serl_launcher.training.plan import ALL, Change
+from serl_launcher.training.plan import Change
 
 NEEDED = ("pyarrow", "av", "PIL")
 WIDENED = 0.05  # share of an action's range added on either side, because a dataset shows only what happened
@@ -78,7 +77,7 @@ class Dataset:
         self._native = {self.names[name]: f for name, f in made.items() if f is not None}  # before images are cut
         self.features = {name: self._cut(name, feature) for name, feature in self._native.items()}
         names.check_cameras({*self.change.crop, *self.change.size} - {""}, self.cameras, f"crop and size, of {folder}")
-        self.deltas = self._deltas()
+        self.deltas = names.deltas(self.features.get("action"), self.change.deltas, f"deltas, of {folder}")
         self._episodes = self._read_episodes()
         frames = sum(episode["length"] for episode in self._episodes)
         if frames != self.info["total_frames"]:
@@ -99,16 +98,6 @@ class Dataset:
             return Feature(cut_shape(feature.shape, crop, size), feature.dtype) if crop or size else feature
         except ValueError as error:
             raise ConfigError(f"{self.folder}, {name}: {error}") from None
-
-    def _deltas(self) -> list[int]:
-        """Return which entries of the action are changes per step; none where there is no action."""
-        if not self.change.deltas or (action := self.features.get("action")) is None:
-            return []
-        if self.change.deltas == (ALL,):
-            return list(range(action.shape[0]))
-        for name in self.change.deltas:
-            check_choice(name, [*action.names, ALL], "entry of the action", f"deltas, of {self.folder}")
-        return [action.names.index(name) for name in self.change.deltas if name != ALL]
 
     def _changing(self) -> set[int]:
         """Return the episodes within which the task changes."""
@@ -209,12 +198,9 @@ class Dataset:
         if not len(taken):
             raise ConfigError(f"{self.folder} has no action whose entries are all numbers: take another dataset")
         low, high = taken.min(0), taken.max(0)
-        low[self.deltas], high[self.deltas] = (  # as many rows may be added up as come in a step
-            max(1.0, self.recorded_fps / self.fps) * most
-            for most in (np.minimum(low[self.deltas], 0), np.maximum(high[self.deltas], 0))
-        )
-        constant = CONSTANT * np.maximum(1.0, np.abs(low))
-        margin = np.where(high > low, np.maximum(WIDENED * (high - low), 1e-6), constant)
+        most = max(1.0, self.recorded_fps / self.fps)  # rows that are added up in a step
+        low[self.deltas], high[self.deltas] = most * low[self.deltas].clip(max=0), most * high[self.deltas].clip(min=0)
+        margin = np.where(high > low, np.maximum(WIDENED * (high - low), 1e-6), CONSTANT * np.maximum(1.0, np.abs(low)))
         action = Feature(action.shape, "float32", action.names, low - margin, high + margin, units=action.units)
         observation = {name: f for name, f in self.features.items() if name.startswith("observation.")}
         return Spec(observation, action, self.fps)
