@@ -1,6 +1,6 @@
 // A scene drawn from a state without cameras: where its entries name a point, such as tool.x, tool.y and tool.z, it is
 // seen from above and from the side, within all places where a point of this robot was seen since the page was opened.
-const POINTS = ["tool", "block", "object", "goal"], VIEWS = { "from above": ["x", "y"], "from the side": ["x", "z"] };
+const POINTS = ["tool", "point", "block", "object", "goal"], VIEWS = { "from above": ["x", "y"], "from the side": ["x", "z"] };
 const NAMESPACE = "http://www.w3.org/2000/svg", seen = new Map(); // robot: {axis: [lowest, highest]}
 
 // The views that a state has: [[title, [{name, x, y}]]], each number between 0 and 100.

@@ -76,10 +76,10 @@ def report_of(run_dir, open_tab):
 def test_a_quickstart_is_watched_and_led_from_its_page_to_its_report(programs, open_tab):
     learner, actor, tab = watched(programs, open_tab, *QUICKSTART)
     tab.says("HUMAN", "#word")
-    for name in ("tool", "block"):  # without cameras, from above and from the side; they move
-        places = f"[...document.querySelectorAll('.scene .{name}')].map((each) => each.outerHTML).join()"
-        before = tab.until(f"{places}.split('circle').length === 5 && {places}")
-        tab.until(f"(before) => {places} !== before", before)
+    for name in ("point", "goal"):  # without cameras, in the plane; they move
+        place = f"document.querySelector('.scene .{name}')?.outerHTML"
+        before = tab.until(place)
+        tab.until(f"(before) => {place} !== before", before)
     assert tab.until(NOW) == "demonstrate"
     tab.until("document.querySelectorAll('#episodes [data-word=success][aria-pressed=true]').length >= 3")
     for phase in ("baseline", "practise"):
