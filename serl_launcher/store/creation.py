@@ -14,7 +14,8 @@ from serl_launcher.store.index import Index
 from serl_launcher.store.schema import Source
 
 INDEX = "index.sqlite"
-MAKING = "index.making"  # the index of a store that is being made
+MAKING = "index.making"  # there while a store is made
+NEW = "index.new"  # its index until then
 FILES = ("*/rows", "*/steps", "*/published", "index.sqlite-*")
 
 
@@ -53,18 +54,19 @@ def run_of(folder: Path) -> str:
 
 
 def make_store(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
-    """Make a new store. The index is made under another name and renamed last, when all files are there."""
+    """Make a new store. MAKING is there from before its first file until its last has its name. The index gets its own
+    last: who sees it sees a whole store."""
     make_folder(folder)
-    making = folder / MAKING
-    for left in (path for pattern in FILES for path in folder.glob(pattern)):  # see is_there: no step is in them
+    (folder / MAKING).touch()
+    for left in (path for pattern in (NEW, *FILES) for path in folder.glob(pattern)):  # see is_there: no step is in them
         left.unlink()
-    making.unlink(missing_ok=True)
-    index = Index(making, writes=True)
+    index = Index(folder / NEW, writes=True)
     index.set_meta("run", uuid.uuid4().hex)
     index.set_meta("spec", spec.to_dict())
     index.put(*(Source(name, capacity) for name, capacity in capacities.items()))
-    index.commit()  # SQLite has synced the folder by now, so the files below are never there without it
+    index.commit()  # SQLite has synced the folder by now, so the files below are never there without MAKING
     index.close()
     allocate(folder, spec, capacities)
-    making.rename(folder / INDEX)
+    (folder / NEW).rename(folder / INDEX)
     sync_folder(folder)
+    (folder / MAKING).unlink()

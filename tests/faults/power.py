@@ -6,8 +6,7 @@
 A write counts only if a later sync of that file lies before the cut; a name that was made, changed or removed only if
 its folder was synced afterwards (ext4 keeps more). What was written and not synced is gone, or, at random, in part
 there: torn at 512 or 4096 bytes, later writes without earlier ones; names in the order in which they were changed, and
-a new name within a folder in place of the old one at once, as a journal keeps them. (Without a journal both may be
-gone: a store that was being made is then refused, and nothing is lost.) `published` is mapped and never synced;
+of a new name in place of an old one both gone, as on a disk without a journal. `published` is mapped and never synced;
 SQLite's -shm is mapped, and filled with noise.
 """
 
@@ -98,10 +97,7 @@ class Disk:
         elif call.kind == RENAME:
             target, new = self._find(os.fsdecode(call.data))
             node = folder.now[name]
-            if target is folder:
-                del folder.now[name]
-            else:
-                folder.change("renamed", name, None)
+            folder.change("renamed", name, None)
             target.change("named", new, node)
         elif call.kind == SYNC and (node := self._node(call)):
             node.sync()

@@ -13,7 +13,7 @@ NEEDED = (
     *(f"run/store/{source}/{file} (made)" for source in ("demo", "online", "late") for file in ("rows", "steps")),
     *(f"run/store/{source}/published (made)" for source in ("demo", "online", "late")),
     *(f"run/store/{source}/{file}" for source in ("demo", "online") for file in ("rows", "steps")),
-    "run/store/index.making", "run/store/index.sqlite-wal", "run/store/index.sqlite",
+    "run/store/index.new", "run/store/index.sqlite-wal", "run/store/index.sqlite",
     "run/store (made index.sqlite-shm)", "run/weights/*.checksums.part",
     "run/weights/*.safetensors.part", "run/weights (named *.safetensors)",
 )  # fmt: skip
@@ -23,8 +23,8 @@ FEW = ("run/store/index.sqlite-wal", "run/store/online/rows", "run/weights/*.saf
 COVERED = ("run/store (made online)", "run/store (named index.sqlite)")
 # ... or the file counts only when it has got its last name.
 NOT_YET = (
-    "run/store/index.making-journal", "run/store (made index.making-journal)", "run/store/index.making-wal",
-    "run/store (made index.making-shm)",
+    "run/store/index.new-journal", "run/store (made index.new-journal)", "run/store/index.new-wal",
+    "run/store (made index.new-shm)",
 )  # fmt: skip
 
 
