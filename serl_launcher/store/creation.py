@@ -58,7 +58,7 @@ def make_store(folder: Path, spec: Spec, capacities: Mapping[str, int]) -> None:
     last: who sees it sees a whole store."""
     make_folder(folder)
     (folder / MAKING).touch()
-    for left in (path for pattern in (NEW, *FILES) for path in folder.glob(pattern)):  # see is_there: no step is in them
+    for left in (path for pattern in (NEW, *FILES) for path in folder.glob(pattern)):  # no step is in them
         left.unlink()
     index = Index(folder / NEW, writes=True)
     index.set_meta("run", uuid.uuid4().hex)

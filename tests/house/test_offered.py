@@ -295,9 +295,7 @@ def script_words(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "script", [pytest.param(each, marks=[pytest.mark.slow] * bool(i % 6)) for i, each in enumerate(SCRIPTS)]
-)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_scripts_words_make_a_run(script, script_words):
     side, *words = script_words(script)
     assert side == ("learner=true" if "run_learner" in script else "actor=true")

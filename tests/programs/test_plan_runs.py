@@ -83,6 +83,7 @@ def test_every_row_has_both_images_and_their_ages_and_the_run_can_be_asked_what_
     assert "all cameras shuffled" in said
 
 
+@pytest.mark.nightly
 def test_a_person_who_takes_over_mends_what_a_clone_of_one_sided_demonstrations_cannot(tmp_path):
     """README's run with a person, as it stands there."""
     pytest.importorskip("mujoco")
@@ -198,6 +199,7 @@ for _task in RIGHT:
     gymnasium.register(_task, partial(Choices, _task))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("task", RIGHT)
 def test_sac_learns_several_choices_at_once_as_numbers(tmp_path, task):
     start(tmp_path, [*CHOICES, f"task.env_id={task}"])

@@ -137,7 +137,7 @@ ENDLESS = [  # what may be edited: the evaluation within practice ends and does 
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_in_an_evaluation_within_practice_and_in_its_second_round_the_run_goes_on_there_and_for_a_third(
     programs,
 ):
@@ -181,7 +181,7 @@ def test_killed_in_an_evaluation_within_practice_and_in_its_second_round_the_run
     assert len({result["weights_sha256"] for result in results}) == len(results)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_actor_that_does_nothing_else_evaluates_alone_also_after_a_stop_and_the_report_names_it(programs):
     within = "+plan.phases.practise.evaluate={every_env_steps: 700, until: ['episodes >= 3'], by: judge}"
     ends = 'plan.phases.practise.until=["env_steps >= 2000", operator]'  # fewer may all come between two looks

@@ -111,7 +111,7 @@ def test_a_folder_is_moved_and_goes_on(run, tmp_path):
     assert summary_of(tmp_path / "elsewhere")["env_steps"] >= 250
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_actors_come_the_robot_is_renamed_a_bad_episode_goes_ranks_change_and_lunch_is_had(programs):
     words = [*FIRST, "max_env_steps=100000", "plan.phases.practise.until=[operator]"]
     learner, first = (programs.start(side, *words) for side in ("learner", "actor"))
