@@ -182,11 +182,11 @@ def test_no_history_leads_an_arm_but_through_the_limiter(kind, clock, make):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)  # a minute; beside other work many
 @pytest.mark.usefixtures("naps")
 @pytest.mark.parametrize("first", range(0, 10_000, 1000))
 @pytest.mark.parametrize("kind", KINDS)
 def test_nor_do_ten_thousand(kind, first, clock, make):
-    """In parts of minutes, each far below the time that a test may take."""
     check(kind, range(first, first + 1000), clock, make)
 
 
