@@ -146,6 +146,7 @@ def test_guidance_is_the_equation_of_its_file():
 # -- PI0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_delay", [MOST, 0], ids=["trained", "guided"])
 def test_pi0_continues_a_chunk(max_delay):
     policy = pi0.make(pi0.TOP, max_delay=max_delay)

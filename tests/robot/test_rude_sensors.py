@@ -33,7 +33,7 @@ KINDS = {  # kind: its limits, where its episodes start, set points per second, 
     "Dobot V3": (dobots.LIMITS, dobots.HOME, 33, 1e-6),
     "Dobot V4": (dobots.LIMITS, dobots.HOME, 33, 1e-6),
 }
-SLOW = pytest.mark.slow  # lerobot's import of torch takes seconds
+SHORT = "point", "six joints", "Dobot V4"  # the others are tried in ./test.sh all
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_what_is_taken_long_after_it_was_sent_moves_nothing_and_switches_nothing
 
 
 @pytest.mark.usefixtures("naps")
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=SLOW) if kind == "SO-101" else kind for kind in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in SHORT)) for kind in KINDS])
 def test_no_history_leads_an_arm_but_through_the_limiter(kind, clock, make):
     check(kind, range(100), clock, make)
 

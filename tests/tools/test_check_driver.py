@@ -68,6 +68,7 @@ def clocked(clock, monkeypatch):
     return clock
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mistake", "stands", "said"), CASES, ids=lambda value: str(value)[:20])
 def test_each_mistake_is_named_and_the_arm_moves_no_more_than_the_probe(clocked, tmp_path, mistake, stands, said):
     begin = clocked.now

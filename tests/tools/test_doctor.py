@@ -192,6 +192,7 @@ def test_another_robot_and_another_run_are_refused(learner, tmp_path):
     assert_says(network.outbox, run, "FAIL", f"1 records of run {'q' * 12} wait")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [None, {}])
 def test_an_inference_port_that_refuses_or_says_nothing_is_never_ok_and_that_of_a_tunnel_counts(tmp_path, spec):
     run, closed = planned("actor", tmp_path), free_port()
