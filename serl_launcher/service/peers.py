@@ -82,6 +82,7 @@ class Peer:
     cost: int = 0  # of the report
     updated: m.StateUpdate | None = None
     was_cut: str = ""  # why its connection before this one was, until something is acknowledged
+    heard: int = 0  # the number of the newest command that a learner's process was told of
 
     def __post_init__(self) -> None:
         self.named = frozenset(session for session, _ in self.hello.earlier)

@@ -75,6 +75,7 @@ class Server:
             inference=inference, extras=extras or {}, history=history, unread=unread,
         )  # fmt: skip
         self._stopping, self._started, self._passed_on = False, clock.monotonic(), 0
+        self._late = set[int]()  # numbers of each `next` about a phase that was over before the trainer heard of it
         driving = Driving(self.peers)
         self._handlers: dict[type, Callable[[Peer, Any], m.Message | None]] = {
             m.Heartbeat: self._heartbeat, m.WeightsRequest: self._weights, m.Status: self._status,
@@ -202,9 +203,14 @@ class Server:
         return m.WeightsChunk(request.sha256, request.part, checksum, {"data": data})
 
     def _direct(self, peer: Peer, direct: m.Direct) -> m.Message:
-        number = self.keeper.ready.direct(dict(direct.body), self.updates.here)
-        if number == self.keeper.ready.directives.newest:
+        """Take a directive. Where its phase is another one, each `next` of which this peer has not heard is late."""
+        store = self.keeper.ready
+        before = store.directives.get(store.directives.newest, {}).get("phase")
+        number = store.direct(dict(direct.body), self.updates.here)
+        if number == store.directives.newest:
             self.updates.is_directed, self.updates.allowance = True, (number, direct.steps)
+            if direct.body.get("phase") != before:
+                self._late |= {each for each, name, _ in store.index.commands(peer.heard) if name == "next"}
         return m.Done(number)
 
     def _allow(self, peer: Peer, allow: m.StepLimit) -> None:
@@ -233,7 +239,12 @@ class Server:
         actors = [peer for peer in self.peers.values() if peer.hello.role == "actor"]
         living = sorted([each.hello.actor, each.because, each.hello.paced] for each in actors)
         heads = {source.name: source.head for source in store.sources.values()}
-        return m.Synced(revision, rows, store.index.commands(sync.command), living, more, heads)
+        commands = [
+            [number, "" if number in self._late else name, argument]
+            for number, name, argument in store.index.commands(sync.command)
+        ]
+        peer.heard = max(sync.command, *(number for number, _, _ in commands), 0)
+        return m.Synced(revision, rows, commands, living, more, heads)
 
     def _over(self, peer: Peer, over: m.Over) -> m.Message:
         """Tell the actors why the run ends. Before the first directive they end, too, and later ones are refused; else

@@ -27,7 +27,7 @@ from serl_launcher.training.plan import RANDOM, Phase, Plan, Update, unrepeated
 from serl_launcher.training.plan_state import ENDING, PhaseCounts, PlanState
 from serl_launcher.training.ranks import Ranks
 from serl_launcher.training.rate_limiter import UNPACED
-from serl_launcher.training.server_sync import SYNC_S, Director, ServerSync
+from serl_launcher.training.server_sync import LATE, SYNC_S, Director, ServerSync
 from serl_launcher.training.tracing import Tracer, await_rows, check_filled, sift
 from serl_launcher.training.writers import CheckpointKeeper, Patience, Publisher
 from serl_launcher.types import Batch
@@ -198,7 +198,7 @@ class Learner:
                 return
         self._direct()
         if self.state.at is not at and self.state.phase is not before:  # a phase that begins again has its directive
-            self.server.drop(("next",), "`next` was said while the phase before ended by itself: this one goes on")
+            self.server.drop(("next",), LATE)
 
     def person_time(self) -> dict[str, Any]:
         """Return how long the run has needed a person until now; see PersonTime."""
@@ -342,6 +342,7 @@ class Learner:
                     "no checkpoint is left: learning anew from the data there is, with phases that count from here"
                 )
                 self.state = PlanState(self.state.plan, self._progress())
+                self.server.synchronise()
                 self.server.drop(ENDING, "`next`, `goto` and `stop` from before are not obeyed: say them again")
             self.monitor.metrics.updates = -1  # those of an earlier start are not made again
             return

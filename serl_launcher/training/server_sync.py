@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 SYNC_S = 0.005
 RETRY_S = 0.2  # after the server said that it cannot
+LATE = "`next` was said while the phase before ended by itself: this one goes on"
 LIMIT_S = 1.0  # the step limit is told again this often: a server that was restarted does not know it
 
 
@@ -65,8 +66,8 @@ class ServerSync:
             more = synced.more
 
     def drop(self, names: Collection[str], why: str) -> None:
-        """Drop the commands of these names that were said until now and not carried out; log `why` if there are any."""
-        self.synchronise()
+        """Drop the commands of these names that were heard and not carried out; log `why` if there are any."""
+        self._receive()
         kept = [command for command in self.commands if command[1] not in names]
         if len(kept) < len(self.commands):
             log.warning("%s", why)
@@ -108,7 +109,10 @@ class ServerSync:
         self._has_news |= bool(synced.episodes)
         for episode in self._counters.update(self._counters.sources.update(synced.episodes, synced.heads)):
             self._on_ended(episode)
-        self.commands += [command for command in synced.commands if command[0] > self.newest_command]
+        new = [command for command in synced.commands if command[0] > self.newest_command]
+        if not all(name for _, name, _ in new):
+            log.warning(LATE)
+        self.commands += [command for command in new if command[1]]
         self.newest_command = max(self.newest_command, *(number for number, _, _ in synced.commands), 0)
 
 

@@ -1,6 +1,7 @@
 """Robots, leader arms and cameras of lerobot, and of plugins that nobody knew, practised with by words alone."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sitecustomize import PATIENT  # tests/watch
 
 from robot_infra.drivers.urdf import Kinematics
 from robot_infra.sim.feetech import ENDS, FeetechBus
@@ -31,8 +33,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def person(tmp_path):
-    site = publish(tmp_path / "site")
-    with Person(tmp_path, {"PYTHONPATH": str(site), "HF_LEROBOT_HOME": str(tmp_path / "home")}) as made:
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(publish(tmp_path / "site"))])  # the tests' own sitecustomize
+    home = str(tmp_path / "home")
+    with Person(tmp_path, {"PYTHONPATH": path, "HF_LEROBOT_HOME": home, PATIENT: "yes"}) as made:
         yield made
 
 

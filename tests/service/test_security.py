@@ -27,6 +27,12 @@ def collect(served, client, episode="e0"):
     assert client.drain(PATIENCE)
 
 
+def hand_in(client, record):
+    """Raises what the server says of it."""
+    client.push(record)
+    until(client.check)
+
+
 def look(served, key="eye", name=None, message=None):
     """What a viewer with this key is answered."""
     with served.link("viewer", name or key, key=key if served.keys else None) as link:
@@ -164,7 +170,7 @@ def test_an_actor_may_neither_steer_nor_label_the_episodes_of_others(keys, serve
     with pytest.raises(Refused, match="Command is not for"):
         look(served, "left", "left/more", m.Command("stop"))
     with pytest.raises(Refused, match="e0 is an episode of left: labelling it needs a key with the role operator"):
-        until(lambda: right.push(Outcome("e0", False, judged_by="operator")))  # the first one, or the next call says so
+        hand_in(right, Outcome("e0", False, judged_by="operator"))
     left.push(Outcome("e0", True))
     assert left.drain(PATIENCE)
     assert verdicts(served) == [(1, 0)]
@@ -179,7 +185,7 @@ def test_of_an_episode_so_many_outcomes_are_kept_and_one_more_is_an_operators(ke
         left.push(Outcome("e0", success))
     assert left.drain(PATIENCE)
     with pytest.raises(Refused, match="e0 has 1,000 outcomes: one more needs an operator's key"):
-        until(lambda: left.push(Outcome("e0", False)))
+        hand_in(left, Outcome("e0", False))
     boss.push(Outcome("e0", False, judged_by="operator"))
     assert boss.drain(PATIENCE)
     assert verdicts(served) == [(0, 0)]
@@ -193,7 +199,7 @@ def test_an_actor_neither_labels_nor_takes_the_name_of_an_episode_that_another_w
     for record, what in ((verdict, "label"), (make_segment(name), "record")):
         left = join(served, "left")
         with pytest.raises(Refused, match=f"{name} is an episode of right: {what}l?ing it needs a key"):
-            until(lambda link=left, what=record: link.push(what))  # the first one, or the next call says so
+            hand_in(left, record)
         left.close()
         shutil.rmtree(left._outbox.folder)
     right.push(Outcome(name, True))

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from serl_launcher.training import learner
+from serl_launcher.training import learner, server_sync
 from tests.shared.common import until
 
 from .life import commands, leave, phase, plan_of
@@ -88,7 +88,9 @@ def test_next_that_is_said_after_goto_to_the_phase_under_way_ends_it(server, liv
 
 
 @pytest.mark.slow
-def test_next_that_is_said_while_its_phase_ends_by_itself_skips_no_other_one(server, live, connect, monkeypatch):
+def test_next_that_is_said_while_its_phase_ends_by_itself_skips_no_other_one(
+    server, live, connect, monkeypatch, caplog
+):  # fmt: skip
     plan = plan_of(one=phase(until="updates >= 5"), two=phase(until="operator"), three=phase(until="operator"))
     clients, checkpoint = [], learner.Learner.checkpoint
 
@@ -103,8 +105,37 @@ def test_next_that_is_said_while_its_phase_ends_by_itself_skips_no_other_one(ser
     life = live(server, plan).begin()
     until(lambda: len(life.made) > 20)
     assert life.phase == "two"
+    assert caplog.text.count(server_sync.LATE) == 1
     (client,) = clients
     client.command("next")
     until(lambda: client.state.directive["phase"] == "three")
     client.command("next")
     leave(client, life)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("said", ["before", "after"])
+def test_next_is_about_the_phase_that_the_server_had_told_of_when_it_was_said(
+    server, live, connect, monkeypatch, caplog, said
+):  # fmt: skip
+    """Also while the trainer tells of the next phase, and hears of it only afterwards."""
+    plan = plan_of(one=phase(until="updates >= 5"), two=phase(until="operator"), three=phase(until="operator"))
+    clients, direct = [], server_sync.Director.direct
+
+    def say():
+        clients.append(connect(server))
+        clients[0].command("next")
+        until(lambda: commands(server.run_dir))
+
+    def slow(director, body, limit):
+        is_second = body["phase"] == "two" and director.body["phase"] == "one"
+        if is_second and said == "before":
+            say()
+        direct(director, body, limit)
+        if is_second and said == "after":
+            say()
+
+    monkeypatch.setattr(server_sync.Director, "direct", slow)
+    life = live(server, plan).begin()
+    until(lambda: life.phase == ("two" if said == "before" else "three") and len(life.made) > 20)
+    assert caplog.text.count(server_sync.LATE) == (said == "before")

@@ -231,7 +231,7 @@ class Synced:
 
     revision: int
     episodes: Sequence[Sequence[Any]]
-    commands: Sequence[Sequence[Any]]  # [number, name, argument]
+    commands: Sequence[Sequence[Any]]  # [number, name, argument]; no name: a `next` about a phase that was over
     actors: Sequence[Sequence[Any]]  # living ones: [name, why it makes no steps now ("": it may), whether it is paced]
     more: bool
     heads: Mapping[str, int] = field(default_factory=dict)  # {source: step}: these rows tell of the steps below it
