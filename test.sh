@@ -16,19 +16,23 @@ case "${1:-}" in
     *) exec $python -m pytest -n 2 --dist worksteal "$@" ;; # -n 0 runs them one after the other
 esac
 echo "$what, on two idle cores"
-failed=() said=$(mktemp) && trap 'rm -f "$said"; kill $(jobs -p) 2>/dev/null || :' EXIT
+failed=() said=$(mktemp -d) && trap 'rm -rf "$said"; kill $(jobs -p) 2>/dev/null || :' EXIT
+declare -A begun
 try() {
     local began=$SECONDS
     "$@" || failed+=("$*")
     echo "-- $((SECONDS - began)) s: $*"
 }
-commands() { wait "$pages" && cat "$said" || { cat "$said"; false; }; }
-$python tools/readme.py --first 10 ${CI:+--clean} >"$said" 2>&1 & # they wait more than they compute
-pages=$!
+beside() { # NAME command: what runs beside the tests, until `ended NAME`
+    "${@:2}" >"$said/$1" 2>&1 &
+    begun[$1]=$!
+}
+ended() { local status=0; wait "${begun[$1]}" || status=$?; cat "$said/$1"; return $status; }
+beside commands $python tools/readme.py --first 10 ${CI:+--clean}
+[ "${1:-}" != all ] || beside types .venv/bin/basedpyright # pyright with nothing to fetch
 try .venv/bin/ruff check --quiet .
 try .venv/bin/ruff format --check --quiet .
-[ "${1:-}" != all ] || try .venv/bin/basedpyright # pyright with nothing to fetch
-try $python -m pytest -q -n 3 --dist worksteal -p tests.dearest -m "$marks"
-try commands
+try $python -m pytest -q -n 4 --dist worksteal -p tests.dearest -m "$marks"
+for name in "${!begun[@]}"; do try ended "$name"; done
 echo "$SECONDS s; failed: ${failed[*]:-nothing}"
 [ ${#failed[@]} = 0 ]

@@ -255,16 +255,19 @@ def test_a_dataset_goes_to_the_hub_when_its_user_says_so_whole_and_for_nobody_el
 
 def test_a_dataset_that_is_there_gives_way_on_a_word_alone_and_nobody_else_sees_it(made, hub, monkeypatch):
     folder, gone = made["first"].folder, ["data/chunk-000/file-007.parquet", "retake.json"]
-    monkeypatch.setenv("HF_TOKEN", "hf_mine")
+    for name, value in (("HF_TOKEN", "hf_mine"), ("HF_HUB_OFFLINE", "0")):
+        monkeypatch.setenv(name, value)
+    for name, value in (("ENDPOINT", hub.address), ("HF_HUB_OFFLINE", False)):  # what this process has read before
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
     hub.files = ["README.md", ".gitattributes", "notes.txt", "meta/info.json", *gone]
-    status, told = typed("data", "upload", folder, "me/pick")
+    status, told = called("data", "upload", folder, "me/pick")
     assert (status, [path for path, _, _ in hub.asked]) == (1, ["/api/repos/create"])
     assert "me/pick holds a dataset already: say --replace to put this one in its place" in told
-    assert typed("data", "upload", folder, "me/pick", "--replace")[0] == 0
+    assert called("data", "upload", folder, "me/pick", "--replace")[0] == 0
     lines = [json.loads(line) for path, _, body in hub.asked if "/commit/" in path for line in body.splitlines()]
     assert sorted(line["value"]["path"] for line in lines if line["key"] == "deletedFile") == gone
     for hub.private, words, said in ((True, ["--public"], "private"), (False, [], "public")):
         hub.asked.clear()
-        status, told = typed("data", "upload", folder, "me/pick", *words)
+        status, told = called("data", "upload", folder, "me/pick", *words)
         assert (status, [path for path, _, _ in hub.asked]) == (1, ["/api/repos/create"])
         assert f"me/pick is {said} on the hub: change that in its settings there" in told

@@ -2,11 +2,13 @@
 
 import importlib.util
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from serl_client import Spec
 from serl_client import messages as m
 from serl_client.connection import Connection
+from serl_client.way_home import WayHome
 
 from serl_launcher import launcher
 from serl_launcher.acting import server as inference
@@ -90,6 +93,24 @@ def order(port: int, command: str) -> None:
         link.call(m.Command(command), PATIENCE)
 
 
+REST_S = 0.05
+
+
+@contextmanager
+def resting() -> Iterator[None]:
+    """An actor rests before each episode: it would else fill the learner's time with episodes that nobody needs, on the
+    same processor."""
+    go = WayHome.go
+
+    def rested(*arguments: Any) -> bool:
+        time.sleep(REST_S)
+        return go(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WayHome, "go", rested)
+        yield
+
+
 @contextmanager
 def building_by_turns() -> Iterator[None]:
     """Trainer and actor are threads here, so neither may draw from the seed of what the other builds."""
@@ -122,7 +143,7 @@ def start(
     config.ranks, config["from"] = launcher.ranks_of(config), origin_of(config)
     OmegaConf.save(config, launcher.writable(run_dir) / "config.yaml", resolve=True)
     children = ["importer"] * bool(importer.open_datasets(plan_of(config))) + ["trainer"]
-    with same_log(), serving(config) as (local, port), building_by_turns(), ExitStack() as stack:
+    with same_log(), serving(config) as (local, port), building_by_turns(), resting(), ExitStack() as stack:
         actor = OmegaConf.merge(config, {"learner": False, "actor": True, "inference": "local", "port": port})
         jobs = [partial(TRAIN.act, actor)] * acts + ([partial(beside, config, local, port)] if beside else [])
         failed = [stack.enter_context(thread(job, partial(order, port, "stop"))) for job in jobs]
