@@ -48,7 +48,7 @@ REVOKED_S = 1.0  # seconds after which a page that asks nothing ends with its to
 LONGEST = 4096  # bytes of a question
 AT_ONCE = "drive", "preview"  # questions that are answered from memory
 READS = 256  # other questions of one connection that are not answered yet
-ORDERS = 16  # of one connection that are not carried out yet; as many words beside as many labels
+ORDERS = 16  # of one connection that are not carried out yet: labels; as many words beside them, and as many pauses
 GUEST = 6  # hexadecimal digits of a connection's random number, which name whoever drives by it
 OVER = "this link is over: a new one stands on the learner's screen"
 BROKEN = CloseCode.MESSAGE_TOO_BIG, CloseCode.PROTOCOL_ERROR, CloseCode.INVALID_DATA  # with which websockets closes
@@ -151,8 +151,8 @@ class Page:
                         continue
                     if ask.get("ask") != "order":
                         what, waiting, most, doing = "questions", read, READS, partial(self._reply_in_turn, in_turn)
-                    else:  # a word has room beside labels
-                        most = ORDERS if orders.is_label(ask) else 2 * ORDERS
+                    else:  # a word has room beside labels, and a pause beside both
+                        most = ORDERS * (1 if orders.is_label(ask) else 3 if ask.get("order") == orders.PAUSE else 2)
                         what, waiting, doing = "orders", given, self._reply_to
                     if len(waiting) >= most:
                         full = f"{len(waiting)} {what} wait: say it again once they are done"
@@ -182,7 +182,7 @@ class Page:
                 self.door.refusals.add("bad message", f"a browser: {closed.sent.reason}")
 
     async def _reply(self, connection: ServerConnection | Stream, ask: Mapping[str, Any], owner: KeyOwner) -> None:
-        await connection.send(await self._answer(ask, owner, connection.id.hex[:GUEST]))
+        await connection.send(await self._answer(ask, owner, connection))
 
     async def _reply_to(self, connection: ServerConnection | Stream, ask: Mapping[str, Any], owner: KeyOwner) -> None:
         """As `_reply`, in a task of its own: beside whatever else this browser asks."""
@@ -223,13 +223,15 @@ class Page:
             ends = (page.close(why.code, str(why)) for page in over)
             await asyncio.gather(*ends, return_exceptions=True)
 
-    async def _answer(self, ask: Mapping[str, Any], owner: KeyOwner, guest: str) -> str | bytes:
+    async def _answer(
+        self, ask: Mapping[str, Any], owner: KeyOwner, connection: ServerConnection | Stream
+    ) -> str | bytes:
         """Return the answer to one question: JSON, or the number of the question, 4 bytes, and a JPEG."""
         number, kind = ask.get("id"), _text(ask, "ask")
         if not isinstance(number, int) or not 0 <= number < 1 << 31:
             raise MessageError("each question has a number")
         try:
-            answer = await self._answer_to(kind, ask, owner, guest)
+            answer = await self._answer_to(kind, ask, owner, connection)
             if isinstance(answer, bytes):
                 return number.to_bytes(4, "big") + answer
             return json.dumps({"id": number, "answer": answer}, allow_nan=False)
@@ -241,9 +243,12 @@ class Page:
             log.exception("the page cannot answer %s", kind)
             return json.dumps({"id": number, "error": f"the page cannot tell: {first_line(error)}"})
 
-    async def _answer_to(self, kind: str, ask: Mapping[str, Any], owner: KeyOwner, guest: str) -> Any:
+    async def _answer_to(
+        self, kind: str, ask: Mapping[str, Any], owner: KeyOwner, connection: ServerConnection | Stream
+    ) -> Any:
+        guest = connection.id.hex[:GUEST]
         if kind == "order":
-            return await self._order(ask, owner)
+            return await self._order(ask, owner, self._guests[connection])
         if kind == "download":
             self._check_operator(owner.role)
             return await downloads.made(self._run_dir, _text(ask, "episode"), _text(ask, "format"))
@@ -256,8 +261,9 @@ class Page:
             return await self._read(lambda: self._answers[kind](ask))
         raise MessageError(f"nothing answers {kind[:40]!r}")
 
-    async def _order(self, ask: Mapping[str, Any], owner: KeyOwner) -> str:
-        """Carry out an order, and log whose it was. Raises what says why it was not, or may not have been."""
+    async def _order(self, ask: Mapping[str, Any], owner: KeyOwner, token: str) -> str:
+        """Carry out an order, unless its token has ended while it waited for others, and log whose it was. Raises what
+        says why it was not, or may not have been."""
         said, (order, about, actor) = clock.monotonic(), (_text(ask, name) for name in ("order", "about", "actor"))
         self._check_operator(owner.role)
         is_label = orders.is_label(ask)
@@ -267,6 +273,8 @@ class Page:
             async with turn:
                 if is_label:
                     await self._read(lambda: self._folder.check_over(about))
+                if self.door.owner(token) is None:
+                    raise self.door.refusal(OVER)
                 done = await asyncio.get_running_loop().run_in_executor(self._clerks, carry_out)
         except RetakeError as error:
             log.info("%s: %s is not done, or lost: %s", owner.name, order, error)

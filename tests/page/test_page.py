@@ -12,9 +12,10 @@ from serl_client import Feature, Outcome
 
 from serl_launcher.page import folder, images, orders
 from serl_launcher.page.folder import RunFolder
-from serl_launcher.page.server import ORDERS, READS
+from serl_launcher.page.server import ORDERS, OVER, READS
 from serl_launcher.store.index import Index
 from tests.page.conftest import serving
+from tests.page.test_door import closed
 from tests.shared.clients import push_all
 from tests.shared.common import PATIENCE, STATE, until
 from tests.shared.data import blank_segment, make_episode, tiny_spec
@@ -239,19 +240,40 @@ def test_a_word_waits_for_no_label_and_is_refused_when_others_have_held_it_up(ru
     assert told[2].startswith("nothing was done: it waited for more than 5 s")
 
 
-def test_more_labels_than_may_wait_are_refused_and_a_word_has_room_beside_them(browse, arm, monkeypatch):
+def test_more_labels_than_may_wait_are_refused_a_word_has_room_beside_them_and_a_pause_beside_both(
+    browse, arm, monkeypatch
+):
     go, browser = Event(), browse()
     browser.welcome()
     monkeypatch.setattr(orders, "label", lambda *_, **__: go.wait(PATIENCE))
+    monkeypatch.setattr(orders, "command", lambda *_: go.wait(PATIENCE) and "it is done")
     for number in range(ORDERS + 1):
         browser.socket.send(json.dumps({"id": number, "ask": "order", "order": "failure", "about": "e0", "actor": ""}))
     refused = json.loads(browser.socket.recv(PATIENCE))
     assert (refused["id"], "16 orders wait: say it again" in refused["error"]) == (ORDERS, True)
+    for number in range(ORDERS, 2 * ORDERS + 1):
+        browser.socket.send(json.dumps({"id": number, "ask": "order", "order": "next", "about": "", "actor": ""}))
+    refused = json.loads(browser.socket.recv(PATIENCE))
+    assert (refused["id"], "32 orders wait: say it again" in refused["error"]) == (2 * ORDERS, True)
     browser.number = 99
     assert "no actor none is connected" in browser.ask("order", order="pause", about="", actor="none")
     go.set()
-    answers = [json.loads(browser.socket.recv(PATIENCE)) for _ in range(ORDERS)]
-    assert {each["answer"] for each in answers} == {"e0: failure. It is stored"}
+    answers = [json.loads(browser.socket.recv(PATIENCE)) for _ in range(2 * ORDERS)]
+    assert {each["answer"] for each in answers} == {"e0: failure. It is stored", "it is done"}
+
+
+def test_no_order_that_waited_for_others_is_of_a_token_that_ended_meanwhile(served, browse, arm, monkeypatch):
+    go, done, browser = Event(), [], browse()
+    browser.welcome()
+    monkeypatch.setattr(orders, "label", lambda *words, **_: done.append(words) or go.wait(PATIENCE))
+    for number in range(3):
+        browser.socket.send(json.dumps({"id": number, "ask": "order", "order": "failure", "about": "e0", "actor": ""}))
+    until(lambda: done)
+    monkeypatch.setattr(served.page.door, "owner", lambda _: None)  # as of a key that was revoked
+    go.set()
+    assert closed(browser) == (1008, OVER)
+    until(lambda: not served.page._guests)
+    assert len(done) == 1
 
 
 def test_a_pause_waits_for_nothing_that_is_looked_at(browse, arm, monkeypatch):
