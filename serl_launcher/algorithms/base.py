@@ -11,7 +11,7 @@ from serl_client.spec import Feature
 from torch import Tensor, nn
 
 from serl_launcher.networks.critics import Critic, Target
-from serl_launcher.networks.mlp import ActionScale, StateEncoder, Statistics
+from serl_launcher.networks.mlp import Normaliser, Statistics
 from serl_launcher.optim.distributed import gathered
 from serl_launcher.optim.optimizer import Optimizer, kernels
 from serl_launcher.policies.base import Acting, Policy
@@ -102,7 +102,7 @@ class Algorithm(nn.Module, ABC):
     def set_statistics(self, statistics: Statistics) -> None:
         """Set, in every network, how states are normalised and actions are scaled."""
         for module in self.modules():
-            if isinstance(module, StateEncoder | ActionScale):
+            if isinstance(module, Normaliser):
                 module.set_statistics(statistics)
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Normalises states and scales actions by statistics of the data (mean, std, range), and builds the MLP."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -27,7 +28,15 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int, *, layer_norm: bool) -
     return nn.Sequential(*layers, nn.Linear(inputs, outputs))
 
 
-class StateEncoder(nn.Module):
+class Normaliser(nn.Module, ABC):
+    """A module that fits to statistics of the data."""
+
+    @abstractmethod
+    def set_statistics(self, statistics: Statistics) -> None:
+        """Normalise by these statistics from now on."""
+
+
+class StateEncoder(Normaliser):
     """Concatenate the float features of a Spec, sorted by name, normalised by a fixed mean and std.
 
     Until `set_statistics`, mean is 0 and std is 1. Both are buffers: they are stored and published with the weights,
@@ -63,7 +72,7 @@ class StateEncoder(nn.Module):
         return joined.to(self.mean.dtype).sub(self.mean).div_(self.std)
 
 
-class ActionScale(nn.Module):
+class ActionScale(Normaliser):
     """Map actions [..., A] between the robot's units and the network's numbers near [-1, 1].
 
     kind: `bounds`: the Spec's bounds become -1 and 1. `range`: the smallest and largest action of the data become -1

@@ -11,7 +11,6 @@ Loss, sampler and time are (1) to (4) of heads/flow.py, as in section IV of the 
 The layers are the unchanged ones of the transformers package, called one by one; versions 4.57 and 5 agree.
 """
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +32,7 @@ from serl_launcher.networks.mlp import StateEncoder
 from serl_launcher.networks.prompt import Prompt
 from serl_launcher.networks.vision import ALL
 from serl_launcher.policies.chunk import HeadPolicy
+from serl_launcher.policies.frozen import PartlyFrozen
 from serl_launcher.policies.heads.base import Head
 from serl_launcher.policies.pi0_checkpoint import load_pretrained
 from serl_launcher.types import Observation
@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 
 SHORTEST, LONGEST = 4e-3, 4.0  # periods of the time features
 TOKENS, WORDS = "task.tokens", "task.words"  # added to an observation by `prepared`
-FROZEN = "frozen.sha256"  # published in place of the frozen weights
 PARTS = {"vision": ("vision", "image_projection"), "language": ("language",), "expert": ("expert",)}
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LORA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -84,7 +83,7 @@ class Memory(NamedTuple):
     state: Tensor  # [B, 1, expert width]
 
 
-class PI0(HeadPolicy):
+class PI0(PartlyFrozen, HeadPolicy):
     """PI0 for any robot: cameras and state come from the Spec, and the task is the prompt.
 
     vision, gemma: fields of Tower and of Gemma.
@@ -132,7 +131,6 @@ class PI0(HeadPolicy):
             load_pretrained(self, weights)
         self._freeze(freeze, lora)
         self.frozen = {name for name, weight in self.named_parameters() if not weight.requires_grad}
-        self._frozen_digest: Tensor | None = None
 
     def _build(self, tower: Tower, gemma: Gemma) -> None:
         if self._images:
@@ -276,38 +274,6 @@ class PI0(HeadPolicy):
         """Compute in `precision`; weights that are in it already need no casts around each layer norm."""
         is_cast = self.action_in.weight.dtype != self.precision
         return torch.autocast(self.frequencies.device.type, self.precision, enabled=is_cast)
-
-    # -- the weights that actors receive
-    def published(self) -> dict[str, Tensor]:
-        """Return the trained weights in `precision`, the statistics, and a digest of the frozen weights."""
-        weights = dict(self.named_parameters())
-        tensors = {
-            name: tensor.to(self.precision) if name in weights else tensor
-            for name, tensor in self.state_dict().items() if name not in self.frozen
-        }  # fmt: skip
-        return {**tensors, FROZEN: self._digest()}
-
-    def load_published(self, tensors: Mapping[str, Tensor]) -> None:
-        tensors = dict(tensors)
-        frozen = tensors.pop(FROZEN, None)
-        if differing := sorted(tensors.keys() ^ (self.state_dict().keys() - self.frozen)):
-            raise RuntimeError(f"weight {differing[0]}: trained by one of the two alone")
-        if frozen is None or not torch.equal(frozen.cpu(), self._digest()):
-            raise RuntimeError(
-                "the frozen weights differ: give the same policy.weights and policy.freeze as the learner"
-            )
-        self.load_state_dict(tensors, strict=False)
-
-    def _digest(self) -> Tensor:
-        """Return the SHA-256 of the frozen weights, uint8 [32]. They never change, so it is computed once."""
-        if self._frozen_digest is None:
-            digest = hashlib.sha256()
-            for name, weight in sorted(self.named_parameters()):
-                if name in self.frozen:
-                    digest.update(name.encode())
-                    digest.update(weight.detach().to(self.precision).cpu().flatten().view(torch.uint8).numpy().data)
-            self._frozen_digest = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
-        return self._frozen_digest
 
 
 def fitted(pixels: Tensor, size: int) -> Tensor:

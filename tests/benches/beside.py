@@ -1,5 +1,6 @@
 """What one valid key costs the others: ten actors at 30 Hz alone, and beside an attacker with another actor's key; or,
-with --browsers, beside a crowd at the run's page (tests/faults/browsers.py), whose process is stopped and killed too.
+with --browsers, beside a crowd at the run's page (tests/faults/browsers.py), whose process is stopped and killed too,
+and beside a process that only computes, with the crowd's priority: what no page would cost on as few cores.
 
 Each run is a learner with keys, as a person starts it, whose plan collects, trains a little, evaluates and ends. The
 actors are processes with the product's own loop and an image of 64x64; they ask the inference process at each step. The
@@ -56,7 +57,7 @@ OPTIONS = {
     "--rounds": option(5, "pairs of runs (5)"),
     "--seconds": option(105.0, "that each run collects (105; with its evaluation about two minutes)"),
     "--actors": option(10, "how many (10)"),
-    "--browsers": option(False, "browsers at the page in place of an attacker; alone, no page runs"),
+    "--browsers": option(False, "browsers at the page in place of an attacker; else no page runs"),
     "--attacker": option(Path(attacker.__file__), "a program that gets ADDRESS KEY TRUTHS (tests/faults/attacker.py)"),
 }
 
@@ -88,22 +89,26 @@ FATES: dict[str, Callable[[Run], int]] = {  # what there may be none of
     "plans that did not end": lambda run: not run.ended,
     "differences of a summary from an independent count": lambda run: len(run.wrong),
 }
+COMPUTES = "a process that computes"
 TURNS = "turns of the neighbour, fewest"  # beside one that did nothing nothing is measured
 
 
 def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     runs: dict[str, list[Run]] = defaultdict(list)
 
-    def once(name: str, neighbour: Path | None) -> float:
+    def once(name: str, program: Path | None, is_page: bool = False) -> float:
         at = folder / f"{name}{len(runs[name])}"
-        runs[name].append(run := played(at, options.actors, options.seconds, neighbour, options.browsers))
+        runs[name].append(run := played(at, options.actors, options.seconds, program, is_page))
         print(said(name, run), *run.report.violations[:10], *run.wrong, sep="\n    ", file=sys.stderr, flush=True)
         return run.ms(0.5)
 
-    neighbour = Path(browsers.__file__) if options.browsers else options.attacker
-    contenders = {"alone": partial(once, "alone", None), "beside": partial(once, "beside", neighbour)}
+    crowd, contenders = Path(browsers.__file__), {"alone": partial(once, "alone", None)}
+    if options.browsers:
+        contenders |= {COMPUTES: partial(once, COMPUTES, crowd), "beside": partial(once, "beside", crowd, True)}
+    else:
+        contenders["beside"] = partial(once, "beside", options.attacker)
     rounds(contenders, options.rounds)
-    yield from figures(runs["alone"], runs["beside"])
+    yield from figures(runs)
 
 
 def said(name: str, run: Run) -> str:
@@ -115,32 +120,34 @@ def said(name: str, run: Run) -> str:
     )
 
 
-def figures(alone: list[Run], beside: list[Run]) -> Iterator[Figure]:
-    yield compared("acknowledgement", 0.5, alone, beside, "<= 1.5")
+def figures(runs: Mapping[str, list[Run]]) -> Iterator[Figure]:
+    alone, beside = runs["alone"], runs["beside"]
+    yield compared("acknowledgement", 0.5, runs, "alone", "<= 1.5")
     yield Figure("acknowledgement, p99 of the worst run", max(run.ms(0.99) for run in beside), "ms", goal="<= 200")
     yield Figure("the same, alone", max(run.ms(0.99) for run in alone), "ms")
-    yield compared("acknowledgement", 0.99, alone, beside)
-    yield compared("step", 0.99, alone, beside)
+    for against in (name for name in runs if name != "beside"):
+        yield compared("acknowledgement", 0.99, runs, against)
+        yield compared("step", 0.99, runs, against)
     for process in ("server", "inference"):
         more = [b.peak[process] - a.peak[process] for a, b in zip(alone, beside, strict=True)]
         yield Figure(f"peak memory of {process} beyond alone, worst pair", max(more), "MB", goal="<= 100")
     yield Figure(TURNS, min(run.turns for run in beside), "", goal=">= 1")
     for fate, count in FATES.items():
-        yield Figure(fate, sum(map(count, (*alone, *beside))), "", goal="<= 0")
+        yield Figure(fate, sum(count(run) for each in runs.values() for run in each), "", goal="<= 0")
 
 
-def compared(what: str, share: float, alone: list[Run], beside: list[Run], goal: str = "") -> Figure:
+def compared(what: str, share: float, runs: Mapping[str, list[Run]], against: str, goal: str = "") -> Figure:
     """A quantile of each run, its median, and the pairs' ratios: their median and spread."""
-    measured = {"alone": [run.ms(share, what) for run in alone], "beside": [run.ms(share, what) for run in beside]}
-    pairs = [b / a for a, b in zip(measured["alone"], measured["beside"], strict=True)]
-    spread = f"alone ({median(measured['alone']):.3g} ms; {min(pairs):.3g} to {max(pairs):.3g})"
+    measured = {name: [run.ms(share, what) for run in runs[name]] for name in (against, "beside")}
+    pairs = [b / a for a, b in zip(measured[against], measured["beside"], strict=True)]
+    spread = f"{against} ({median(measured[against]):.3g} ms; {min(pairs):.3g} to {max(pairs):.3g})"
     name = f"{what}, p{share * 100:g}"
-    return Figure(name, median(measured["beside"]), "ms", spread, ratio(measured, "beside", "alone"), goal)
+    return Figure(name, median(measured["beside"]), "ms", spread, ratio(measured, "beside", against), goal)
 
 
 # -- one run
 def played(folder: Path, count: int, seconds: float, program: Path | None, is_page: bool) -> Run:
-    """Play a run of `count` actors to its end; with a neighbour if there is a program, who looks at its page or not."""
+    """Play a run of `count` actors to its end; with a neighbour if there is a program, which looks at its page or not."""
     names, keys, truths = [f"a{number}" for number in range(count)], folder / "keys", folder / "truths"
     attacks = folder / "attacks"
     truths.mkdir(parents=True)
@@ -150,8 +157,8 @@ def played(folder: Path, count: int, seconds: float, program: Path | None, is_pa
     with Programs(folder) as programs:
         address = f"tcp://127.0.0.1:{programs.ports[0]}"
         words = [*WORDS, f'plan.phases.practise.until=["wall_s >= {seconds}"]', f"keys={keys}"]
-        given: list[Any] = [address, keys / f"{HERS}.key", truths]
-        if program and is_page:
+        given: list[Any] = [address, keys / f"{HERS}.key", truths] if program != Path(browsers.__file__) else []
+        if is_page:
             programs.run_dir.mkdir()
             given = [free_port(), Tokens(programs.run_dir / "page.tokens").make("operator")]
             words += [f"page={given[0]}"]
@@ -167,7 +174,7 @@ def played(folder: Path, count: int, seconds: float, program: Path | None, is_pa
                 if learner.poll() is not None or time.monotonic() > end:
                     break
                 (keys / f"{HERS}.banned").unlink(missing_ok=True)
-                if program and is_page:
+                if is_page:
                     annoy(programs, turn)
                 watch(programs, peak, seen)
                 if hers is not None and hers.poll() is not None:  # libzmq may abort a process that is cut as it closes

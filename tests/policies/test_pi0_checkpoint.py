@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GemmaConfig, GemmaForCausalLM, PaliGemmaConfig
 from transformers import PaliGemmaForConditionalGeneration as PaliGemma
 
-from serl_launcher.policies.pi0 import FROZEN
+from serl_launcher.policies.frozen import FROZEN
 from serl_launcher.policies.pi0_checkpoint import load_pretrained
 from tests.shared.models import STATE, assert_same, weights
 from tests.shared.pi0 import LEFT, TEXT, VISION, WIDTH, action_of, make, randomise

@@ -1,0 +1,294 @@
+"""Trains and runs the policies of lerobot (ACT, diffusion, SmolVLA, pi0, pi0.5) by their own classes.
+
+Loss, network, sampler, optional tokenizer and normalisation are lerobot's: what it computes of a batch and of an
+observation is what is computed here. Ours is what surrounds them: windows, seeds, statistics that travel with the
+weights, and publishing.
+    images   uint8 [B, h, w, 3] become float [B, 3, h, w] in [0, 1], as in lerobot's datasets
+    actions  behind the episode's end the last one is repeated, and `action_is_pad` is True there
+"""
+
+import importlib
+import inspect
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from serl_client.errors import ConfigError
+from serl_client.spec import IMAGES, Spec
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from serl_launcher.networks.mlp import SMALLEST_STD, Normaliser, Statistics
+from serl_launcher.policies import lerobot_files as files
+from serl_launcher.policies.base import Policy
+from serl_launcher.policies.frozen import PartlyFrozen
+from serl_launcher.types import Batch, Metrics, Observation, Prefix
+
+log = logging.getLogger(__name__)
+
+IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which lerobot-train takes as well
+READ = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99")}  # {mode: its statistics}
+PLAIN = {"mean": 0.0, "std": 1.0, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1.0}  # with these nothing changes
+OURS = {"mean": "mean", "std": "std", "min": "low", "max": "high"}
+
+
+class LeRobotPolicy(PartlyFrozen, Policy):
+    """A policy of lerobot for this robot.
+
+    path: folder of a pretrained model of lerobot: config.json, model.safetensors, and the processors' files.
+    type: one of lerobot_files.TYPES; None: what the folder says. Without a folder the weights are random.
+    options: fields of lerobot's config that differ from the folder's or from lerobot's default.
+    rename: {the robot's name of an observation: the policy's}.
+
+    Statistics that the folder brings are never fitted anew; random weights take those of `set_statistics`, and of
+    images ImageNet's. A loss that lerobot gives as one mean of the batch is the same number for each row, of rows that
+    are drawn by their weights; so it is for algorithms that weigh rows by `Batch.weight` alone. Its random numbers
+    (dropout, latents, noise) come from the first row's seed.
+
+    Raises ConfigError if lerobot does not have the type or cannot build it, and for a folder that does not fit the
+    robot, by the name of the feature.
+    """
+
+    precision = torch.float32
+
+    def __init__(
+        self, spec: Spec, *, path: str | None, type: str | None, options: Mapping[str, Any] | None,
+        cameras: Sequence[str], rename: Mapping[str, str] | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        folder = None if path is None else Path(path).expanduser()
+        kind, fields = files.described(folder, type)
+        self._names = files.named(spec, cameras, rename or {})  # {the robot's name: the policy's}
+        features = files.features(spec, self._names)
+        if folder is not None:
+            features = files.fitting(fields, features, kind)
+        self.config = files.config(kind, fields, options or {}, features)
+        self.inputs = tuple(ours for ours, theirs in self._names.items() if theirs in features["input_features"])
+        self.size = spec.action.shape[0]
+        self._place(kind)
+        self.inner = files.made(kind, self.config)
+        self._pre, self._post, found = files.processors(self.config, folder)
+        if folder is not None and not files.is_hollow():
+            found = found or files.statistics_among(folder, self.config)
+            files.load(self.inner, folder)
+        self.statistics = _Scales(self.config, found, {theirs: ours for ours, theirs in self._names.items()})
+        self.frozen = {
+            name for name, weight in self.named_parameters(remove_duplicate=False) if not weight.requires_grad
+        }
+        self.register_buffer("low", torch.as_tensor(spec.action.low, dtype=torch.float32), persistent=False)
+        self.register_buffer("high", torch.as_tensor(spec.action.high, dtype=torch.float32), persistent=False)
+        log.info("policy: %s of lerobot%s; %s", kind, f" from {folder}" if folder else "", self.statistics.said)
+
+    low: Tensor
+    high: Tensor
+
+    def _place(self, kind: str) -> None:
+        """Say which steps lerobot reads of a window, from its first observation on."""
+        actions, seen = list(self.config.action_delta_indices), self.config.observation_delta_indices
+        self._has_time = seen is not None
+        self.history = len(seen or [0])
+        self._rows = len(actions)  # actions of a window that is learned
+        self._begins = -actions[0]  # rows of it before the newest observation
+        self.horizon = self.config.n_action_steps if kind == "diffusion" else self._rows
+        self.mode_at_zero = kind == "act"  # it has no noise
+        width = getattr(self.config, "max_action_dim", self.size)
+        self._noise = (1,) if kind == "act" else (self._rows, width)
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        return self._noise
+
+    @property
+    def offsets(self) -> dict[str, tuple[int, ...]]:
+        first = self._begins + 1 - self.history
+        observed = tuple(range(first, first + self.history))
+        return {**dict.fromkeys(self.inputs, observed), "action": tuple(range(self._rows))}
+
+    # -- training
+    def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """Return lerobot's loss [B], and what it tells of it."""
+        by_row = "reduction" in _arguments(self.inner.forward)
+        is_shape = isinstance(batch.action, FakeTensor)
+        if not by_row and not is_shape:
+            batch = batch.rows(_drawn(batch.weight))
+        if not self.inner.training:
+            self.inner.train()
+        given = self._prepared(self._observed(batch.observation), batch.task)
+        given |= {"action": _padded(batch), "action_is_pad": ~batch.valid}
+        with _Shapes() if is_shape else _seeded(batch.seed[0], batch.action.device):
+            given = self._run(self._pre, given)
+            loss, told = self.inner(given, reduction="none") if by_row else self.inner(given)
+        metrics = {
+            name: torch.as_tensor(value) for name, value in (told or {}).items() if isinstance(value, int | float)
+        }
+        return loss.expand(len(batch)), metrics
+
+    # -- acting
+    def sample(
+        self, observation: Observation, *, task: Sequence[str] = (), n: int = 1, noise: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Sample n chunks, see Policy.sample. Numbers that a sampler draws besides `noise` follow from all of it."""
+        count = len(next(iter(observation.values())))
+        noise = torch.randn(n, count, *self.noise_shape, device=self.low.device) if noise is None else noise
+        seen = {name: observation[name] for name in self.inputs}
+        if self.history == 1 and self._has_time:
+            seen = {name: value.unsqueeze(1) for name, value in seen.items()}
+        chunks = [self._chunk(self._prepared(seen, task or ("",) * count), each) for each in noise]
+        return torch.stack(chunks).clamp(self.low, self.high)
+
+    @torch.no_grad()
+    def _chunk(self, given: dict[str, Any], noise: Tensor) -> Tensor:
+        """Ask lerobot for one chunk for each row -> [B, H, A]."""
+        self.inner.eval()
+        with _seeded(noise.double().sum().view(torch.int64), noise.device):
+            given = self._run(self._pre, given)
+            if self.config.type == "diffusion":  # its `predict_action_chunk` reads queues of single observations
+                if self.config.image_features:
+                    images = [given[name] for name in self.config.image_features]
+                    given["observation.images"] = torch.stack(images, dim=-4)
+                chunk = self.inner.diffusion.generate_actions(given, noise=noise)
+            else:
+                words = {} if self.config.type == "act" else {"noise": noise}
+                chunk = self.inner.predict_action_chunk(given, **words)
+        steps = importlib.import_module("lerobot.processor.converters")
+        return self._run(self._post, chunk, steps.policy_action_to_transition, steps.transition_to_policy_action)
+
+    # -- both
+    def _observed(self, observation: Observation) -> dict[str, Tensor]:
+        first = slice(self.history) if self._has_time else 0
+        return {name: observation[name][:, first] for name in self.inputs}
+
+    def _prepared(self, observation: Observation, task: Sequence[str]) -> dict[str, Any]:
+        """Name and shape observations as lerobot's datasets have them."""
+        given: dict[str, Any] = {"task": list(task)}
+        for name, value in observation.items():
+            is_image = name.startswith(IMAGES)
+            given[self._names[name]] = value.movedim(-1, -3).float() / 255 if is_image else value
+        return given
+
+    def _run(self, pipeline: Any, given: Any, enter: Any = None, leave: Any = None) -> Any:
+        """Run a processor's steps where the tensors are, with the statistics that were fitted or published."""
+        converters = importlib.import_module("lerobot.processor.converters")
+        transition = (enter or converters.batch_to_transition)(given)
+        for step in pipeline.steps:
+            if hasattr(step, "_tensor_stats"):
+                step._tensor_stats = self.statistics.tensors()
+            if type(step).__name__ != "DeviceProcessorStep":
+                transition = step(transition)
+        return (leave or converters.transition_to_batch)(transition)
+
+    def save(self, folder: Path) -> None:
+        """Write a `pretrained_model` that lerobot's own programs load."""
+        self.inner.save_pretrained(folder)
+        for pipeline in (self._pre, self._post):
+            for step in pipeline.steps:
+                if hasattr(step, "_tensor_stats"):
+                    step._tensor_stats = self.statistics.tensors()
+            pipeline.save_pretrained(folder)
+
+
+class _Scales(Normaliser):
+    """The statistics by which lerobot's processors normalise, as buffers: they are stored and published.
+
+    found: {feature: {statistic: numbers}} of a folder; without any they are fitted. names: {the policy's: the robot's}.
+    """
+
+    def __init__(self, config: Any, found: Mapping[str, Mapping[str, Tensor]], names: Mapping[str, str]) -> None:
+        super().__init__()
+        self._names, self._is_given, self._places = names, bool(found), list[tuple[str, str, str]]()
+        for feature, about in {**config.input_features, **config.output_features}.items():
+            mode = config.normalization_mapping.get(about.type.value)
+            shape = (about.shape[0], 1, 1) if about.type.value == "VISUAL" else tuple(about.shape)
+            for kind in READ.get(getattr(mode, "value", ""), ()):
+                name = f"{feature}/{kind}".replace(".", "/")
+                value = torch.full(shape, PLAIN[kind])
+                if about.type.value == "VISUAL" and kind in ("mean", "std") and shape[0] == 3:
+                    value = torch.tensor(IMAGE_MEAN if kind == "mean" else IMAGE_STD).view(shape)
+                if found:
+                    value = _shaped(found.get(feature, {}).get(kind), torch.full(shape, PLAIN[kind]), feature)
+                self.register_buffer(name, value)
+                self._places.append((feature, kind, name))
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Return {feature: {statistic: numbers}}."""
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for feature, kind, name in self._places:
+            tensors.setdefault(feature, {})[kind] = self.get_buffer(name)
+        return tensors
+
+    @property
+    def said(self) -> str:
+        """Whose statistics these are, in words."""
+        if not self._is_given:
+            return "its statistics are fitted to this run's data"
+        told = (f"{feature} {kind} {_short(self.get_buffer(name))}" for feature, kind, name in self._places)
+        return f"it normalises by its folder's statistics: {'; '.join(told)}"
+
+    def set_statistics(self, statistics: Statistics) -> None:
+        if self._is_given:
+            log.info("the policy keeps the statistics that it was trained with")
+            return
+        for feature, kind, name in self._places:
+            ours = self._names.get(feature, feature)
+            found = statistics[OURS.get(kind, kind)].get(ours)
+            if found is None:  # an image
+                continue
+            buffer = self.get_buffer(name)
+            buffer.copy_(torch.as_tensor(found).reshape(buffer.shape))
+            if kind == "std":
+                buffer[buffer < SMALLEST_STD] = 1
+
+
+class _Shapes(TorchFunctionMode):
+    """Tensors without values tell none: what lerobot asks of them is 0."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return 0.0 if function is Tensor.item else function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _seeded(seed: Tensor, device: torch.device) -> Iterator[None]:
+    """Draw torch's global random numbers from this seed [] int64, and leave them as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(seed))
+        yield
+
+
+def _drawn(weight: Tensor) -> Tensor:
+    """Draw B rows in proportion to their weights [B], evenly spread: equal weights give every row once."""
+    share = weight.double().cumsum(0) / weight.double().sum().clamp_min(1e-300)
+    middle = (torch.arange(len(weight), device=weight.device, dtype=torch.float64) + 0.5) / len(weight)
+    return torch.searchsorted(share, middle).clamp_max(len(weight) - 1)
+
+
+def _padded(batch: Batch) -> Tensor:
+    """Return the actions [B, H, A], the last valid one in place of those behind the end."""
+    steps = torch.arange(batch.action.shape[1], device=batch.length.device)
+    last = torch.minimum(steps, batch.length.unsqueeze(1) - 1)  # [B, H]
+    return batch.action.gather(1, last.unsqueeze(-1).expand_as(batch.action))
+
+
+def _shaped(value: Tensor | None, plain: Tensor, feature: str) -> Tensor:
+    if value is None:
+        return plain
+    if value.numel() != plain.numel():
+        raise ConfigError(
+            f"policy.path: the statistics of {feature} have {value.numel()} numbers, and the robot {plain.numel()}: "
+            "delete the processors' files, so that they are fitted here"
+        )
+    return value.float().reshape(plain.shape)
+
+
+def _short(values: Tensor) -> str:
+    return "[" + ", ".join(f"{value:.3g}" for value in values.flatten().tolist()) + "]"
+
+
+def _arguments(function: Any) -> Mapping[str, Any]:
+    return inspect.signature(function).parameters
