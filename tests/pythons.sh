@@ -8,11 +8,11 @@ cd "$(dirname "$0")/.."
 export UV_PROJECT_ENVIRONMENT=.venv-$1
 trap 'rm -rf "$UV_PROJECT_ENVIRONMENT"' EXIT
 found=$(ls -d "$HOME/.pyenv/versions/$1".*/bin/python 2>/dev/null | tail -1 || :)
-. ./examples/install.sh --python "${found:-$1}" --extra learner --extra sim --extra data --extra robots --group dev
+. ./examples/install.sh --python "${found:-$1}" --extra learner --extra sim --extra data --extra robots --extra vla --group dev
 python=$PWD/$UV_PROJECT_ENVIRONMENT/bin/python
 "$python" -m pytest -q -n 2 --dist worksteal -m "not nightly and not manual" \
     -W ignore::pytest.PytestUnraisableExceptionWarning `# 3.13 tells of SQLite connections that a test leaves behind` \
-    tests/datasets tests/robot/test_feetech.py tests/robot/test_lerobot_*.py tests/programs/test_lerobot.py \
+    tests/datasets tests/policies/test_lerobot.py tests/robot/test_feetech.py tests/robot/test_lerobot_*.py tests/programs/test_lerobot.py \
     tests/programs/test_own_task.py tests/programs/test_absent_person.py
 "$python" -m pytest -q -n 2 --dist worksteal -m "program and not slow and not nightly and not manual" \
     -W ignore::pytest.PytestUnraisableExceptionWarning tests/programs

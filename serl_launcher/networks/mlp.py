@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from serl_launcher.types import Observation
 
-Statistics = Mapping[str, Mapping[str, Array]]  # mean, std, low, high of columns: {"mean": {"action": [...]}, ...}
+Statistics = Mapping[str, Mapping[str, Array]]  # {"mean": {"action": [...]}, ...}; see replay.mixture.statistics
 
 SCALES = ("bounds", "range", "std")
 CONSTANT = 1e-3  # an action that varies by less than this share of its bounds counts as constant

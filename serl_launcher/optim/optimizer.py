@@ -36,7 +36,8 @@ class Optimizer:
     `forward` runs the module. A step differentiates with respect to these parameters alone: a policy loss that passes
     through a critic leaves no gradient in the critic.
 
-    learning_rate: the largest of the schedule. warmup, decay, final: see schedule.rate.
+    learning_rate: the largest of the schedule; None: this and the next ones are what the module names in its
+        `optimizer_preset`. warmup, decay, final: see schedule.rate.
     rates: {beginning of a weight's name: factor of the learning rate}; the longest that fits counts. Others have 1.
     betas: decay rates of the first and second moment. weight_decay: decoupled, as a share of the learning rate.
     epsilon: added to the root of the second moment.
@@ -55,19 +56,28 @@ class Optimizer:
     )  # fmt: skip
 
     def __init__(
-        self, module: nn.Module, *, learning_rate: float, rates: Mapping[str, float] | None = None,
+        self, module: nn.Module, *, learning_rate: float | None, rates: Mapping[str, float] | None = None,
         betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0, epsilon: float = 1e-8,
         grad_clip_norm: float | None = None, warmup: int = 0, decay: int | None = None, final: float = 0.1,
         accumulation: int = 1, rule: str = "adamw",
     ) -> None:  # fmt: skip
         if rule not in RULES:
             raise ConfigError(f"algo.optimizer.rule={rule}: say one of {', '.join(RULES)}")
-        self.module, self.learning_rate, self.accumulation = module, learning_rate, accumulation
-        self.grad_clip_norm = grad_clip_norm
+        own = {
+            "learning_rate": learning_rate, "rates": rates or {}, "betas": betas, "weight_decay": weight_decay,
+            "epsilon": epsilon, "grad_clip_norm": grad_clip_norm, "warmup": warmup, "decay": decay, "final": final,
+        }  # fmt: skip
+        if learning_rate is None:
+            own |= _preset(module)
+        self.module, self.learning_rate, self.accumulation = module, own["learning_rate"], accumulation
+        self.grad_clip_norm = own["grad_clip_norm"]
         self.parameters = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
-        self._schedule: dict[str, Any] = {"warmup": warmup, "decay": decay, "final": final}
-        self._groups = grouped(self.parameters, rates or {})
-        self._adam = {"lr": learning_rate, "betas": tuple(betas), "weight_decay": weight_decay, "eps": epsilon}
+        self._schedule: dict[str, Any] = {name: own[name] for name in ("warmup", "decay", "final")}
+        self._groups = grouped(self.parameters, own["rates"])
+        self._adam = {
+            "lr": self.learning_rate, "betas": tuple(own["betas"]), "weight_decay": own["weight_decay"],
+            "eps": own["epsilon"],
+        }  # fmt: skip
         self._rule = RULES[rule]
         self.steps = self._part = 0  # taken, and parts of the next one that were differentiated
         self._norm = torch.zeros(())
@@ -151,6 +161,13 @@ class Optimizer:
         """Go on from what state_dict said. Called before `spread`, on rank 0 alone."""
         self.steps, self._loaded, self._placement = state["steps"], dict(state["states"]), None
         self._norm = torch.tensor(state["norm"])
+
+
+def _preset(module: nn.Module) -> Mapping[str, Any]:
+    preset: Mapping[str, Any] | None = getattr(module, "optimizer_preset", None)
+    if preset is None:
+        raise ConfigError("algo.optimizer.learning_rate: say a number, because this policy brings none")
+    return preset
 
 
 def grouped(parameters: Parameters, rates: Mapping[str, float]) -> Groups:

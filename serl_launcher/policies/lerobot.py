@@ -32,6 +32,7 @@ from serl_launcher.types import Batch, Metrics, Observation, Prefix
 log = logging.getLogger(__name__)
 
 IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which lerobot-train takes as well
+BACKBONE = "inner.model.backbone"  # ACT's ResNet
 READ = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99")}  # {mode: its statistics}
 PLAIN = {"mean": 0.0, "std": 1.0, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1.0}  # with these nothing changes
 OURS = {"mean": "mean", "std": "std", "min": "low", "max": "high"}
@@ -41,8 +42,9 @@ class LeRobotPolicy(PartlyFrozen, Policy):
     """A policy of lerobot for this robot.
 
     path: folder of a pretrained model of lerobot: config.json, model.safetensors, and the processors' files.
-    type: one of lerobot_files.TYPES; None: what the folder says. Without a folder the weights are random.
-    options: fields of lerobot's config that differ from the folder's or from lerobot's default.
+    type: one of lerobot_files.TYPES, of random weights; a folder has its own.
+    options: fields of lerobot's config that differ from the folder's or from lerobot's default; None: none.
+    tokenizer: folder of the tokenizer, in place of the one that the folder's processors name; None: that one.
     rename: {the robot's name of an observation: the policy's}.
 
     Statistics that the folder brings are never fitted anew; random weights take those of `set_statistics`, and of
@@ -56,8 +58,11 @@ class LeRobotPolicy(PartlyFrozen, Policy):
 
     precision = torch.float32
 
+    low: Tensor
+    high: Tensor
+
     def __init__(
-        self, spec: Spec, *, path: str | None, type: str | None, options: Mapping[str, Any] | None,
+        self, spec: Spec, *, path: str | None, type: str, options: Mapping[str, Any] | None, tokenizer: str | None,
         cameras: Sequence[str], rename: Mapping[str, str] | None,
     ) -> None:  # fmt: skip
         super().__init__()
@@ -73,20 +78,19 @@ class LeRobotPolicy(PartlyFrozen, Policy):
         self.size = spec.action.shape[0]
         self._place(kind)
         self.inner = files.made(kind, self.config)
-        self._pre, self._post, found = files.processors(self.config, folder)
+        self._pre, self._post, found = files.processors(self.config, folder, tokenizer)
         if folder is not None and not files.is_hollow():
             found = found or files.statistics_among(folder, self.config)
             files.load(self.inner, folder)
-        self.statistics = _Scales(self.config, found, {theirs: ours for ours, theirs in self._names.items()})
+        ours = {theirs: ours for ours, theirs in self._names.items()}
+        self.statistics = _Scales(self.config, found, ours, is_needed=folder is not None)
         self.frozen = {
             name for name, weight in self.named_parameters(remove_duplicate=False) if not weight.requires_grad
         }
         self.register_buffer("low", torch.as_tensor(spec.action.low, dtype=torch.float32), persistent=False)
         self.register_buffer("high", torch.as_tensor(spec.action.high, dtype=torch.float32), persistent=False)
-        log.info("policy: %s of lerobot%s; %s", kind, f" from {folder}" if folder else "", self.statistics.said)
-
-    low: Tensor
-    high: Tensor
+        if not files.is_hollow():
+            log.info("policy: %s of lerobot%s; %s", kind, f" from {folder}" if folder else "", self.statistics.said)
 
     def _place(self, kind: str) -> None:
         """Say which steps lerobot reads of a window, from its first observation on."""
@@ -103,6 +107,20 @@ class LeRobotPolicy(PartlyFrozen, Policy):
     @property
     def noise_shape(self) -> tuple[int, ...]:
         return self._noise
+
+    @property
+    def optimizer_preset(self) -> dict[str, Any]:
+        """What lerobot trains it with, as options of Optimizer."""
+        adam, schedule = self.config.get_optimizer_preset(), self.config.get_scheduler_preset()
+        backbone = getattr(self.config, "optimizer_lr_backbone", adam.lr) / adam.lr
+        names = [name for name, weight in self.named_parameters() if weight.requires_grad]
+        lowest, peak = (getattr(schedule, name, adam.lr) for name in ("decay_lr", "peak_lr"))
+        return {
+            "learning_rate": adam.lr, "betas": adam.betas, "weight_decay": adam.weight_decay, "epsilon": adam.eps,
+            "grad_clip_norm": adam.grad_clip_norm, "warmup": getattr(schedule, "num_warmup_steps", 0),
+            "decay": getattr(schedule, "num_decay_steps", None), "final": lowest / peak,
+            "rates": {BACKBONE: backbone} if any(name.startswith(BACKBONE) for name in names) else {},
+        }  # fmt: skip
 
     @property
     def offsets(self) -> dict[str, tuple[int, ...]]:
@@ -124,9 +142,8 @@ class LeRobotPolicy(PartlyFrozen, Policy):
         with _Shapes() if is_shape else _seeded(batch.seed[0], batch.action.device):
             given = self._run(self._pre, given)
             loss, told = self.inner(given, reduction="none") if by_row else self.inner(given)
-        metrics = {
-            name: torch.as_tensor(value) for name, value in (told or {}).items() if isinstance(value, int | float)
-        }
+        numbers = {name: value for name, value in (told or {}).items() if isinstance(value, int | float)}
+        metrics = {name: torch.as_tensor(value, device=loss.device) for name, value in numbers.items()}
         return loss.expand(len(batch)), metrics
 
     # -- acting
@@ -159,6 +176,14 @@ class LeRobotPolicy(PartlyFrozen, Policy):
                 chunk = self.inner.predict_action_chunk(given, **words)
         steps = importlib.import_module("lerobot.processor.converters")
         return self._run(self._post, chunk, steps.policy_action_to_transition, steps.transition_to_policy_action)
+
+    def load_published(self, tensors: Mapping[str, Tensor]) -> None:
+        if not bool(tensors["statistics.fitted"]):
+            raise ConfigError(
+                "policy.path brought no statistics, and none are fitted yet: no action before a phase with "
+                "`fit_normalizer`"
+            )
+        super().load_published(tensors)
 
     # -- both
     def _observed(self, observation: Observation) -> dict[str, Tensor]:
@@ -198,10 +223,16 @@ class _Scales(Normaliser):
     """The statistics by which lerobot's processors normalise, as buffers: they are stored and published.
 
     found: {feature: {statistic: numbers}} of a folder; without any they are fitted. names: {the policy's: the robot's}.
+    is_needed: no action is right until they are; random weights have none that is.
     """
 
-    def __init__(self, config: Any, found: Mapping[str, Mapping[str, Tensor]], names: Mapping[str, str]) -> None:
+    fitted: Tensor
+
+    def __init__(
+        self, config: Any, found: Mapping[str, Mapping[str, Tensor]], names: Mapping[str, str], *, is_needed: bool
+    ) -> None:
         super().__init__()
+        self.register_buffer("fitted", torch.tensor(bool(found) or not is_needed))
         self._names, self._is_given, self._places = names, bool(found), list[tuple[str, str, str]]()
         for feature, about in {**config.input_features, **config.output_features}.items():
             mode = config.normalization_mapping.get(about.type.value)
@@ -244,6 +275,7 @@ class _Scales(Normaliser):
             buffer.copy_(torch.as_tensor(found).reshape(buffer.shape))
             if kind == "std":
                 buffer[buffer < SMALLEST_STD] = 1
+        self.fitted.fill_(True)
 
 
 class _Shapes(TorchFunctionMode):

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import IMAGES, Spec
-from serl_client.words import nearest
+from serl_client.words import check_choice, nearest
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -25,27 +25,24 @@ STATE, ENVIRONMENT = "observation.state", "observation.environment_state"  # wha
 PRE = "policy_preprocessor.json"
 OLD = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")  # statistics among weights, until 2025
 
+Numbers = dict[str, dict[str, Tensor]]  # {feature: {statistic: its numbers}}
 
-def described(folder: Path | None, kind: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the type of the policy, and the fields of its config.json."""
+
+def described(folder: Path | None, kind: str) -> tuple[str, dict[str, Any]]:
+    """Return the type of the policy, and the fields of its config.json. kind: the type where there is no folder."""
     fields: dict[str, Any] = {}
     if folder is not None:
         if (folder / "adapter_config.json").is_file():
             raise ConfigError(f"policy.path={folder} is an adapter (PEFT): merge it into its policy with lerobot first")
         try:
             fields = json.loads((folder / "config.json").read_text())
-            there = fields.pop("type")
+            kind = fields.pop("type")
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"policy.path={folder} is no policy of lerobot ({error}): give the folder `pretrained_model` of a "
                 "checkpoint, with config.json and model.safetensors"
             ) from None
-        if kind is not None and kind != there:
-            raise ConfigError(f"policy.type={kind}, and {folder} is {there}: leave policy.type out")
-        kind = there
-    if kind not in TYPES:
-        asked = f"policy.type={kind}" if kind else "policy=lerobot"
-        raise ConfigError(f"{asked}: say policy.path=FOLDER, or policy.type= and one of {', '.join(TYPES)}")
+    check_choice(kind, TYPES, "policy", f"policy.path={folder}" if folder else "policy.type")
     return kind, fields
 
 
@@ -130,7 +127,9 @@ def made(kind: str, config: Any) -> Any:
         policy = importlib.import_module("lerobot.policies.factory").get_policy_class(kind)(config)
     except (ImportError, OSError, ValueError, NotImplementedError) as error:
         cure = ""
-        if not config.image_features and kind in ("act", "diffusion"):
+        if isinstance(error, OSError) and getattr(config, "pretrained_backbone_weights", None):
+            cure = ": without a network say 'policy.options={pretrained_backbone_weights: null}'"
+        elif not config.image_features and kind in ("act", "diffusion"):
             cure = f": say policy.cameras=[all], or 'policy.rename={{{STATE}: {ENVIRONMENT}}}'"
         raise ConfigError(f"lerobot cannot build {kind}: {_sentence(error)}{cure}") from None
     trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
@@ -139,18 +138,27 @@ def made(kind: str, config: Any) -> Any:
     return policy
 
 
-def processors(config: Any, folder: Path | None) -> tuple[Any, Any, dict[str, dict[str, Tensor]]]:
+def processors(
+    config: Any, folder: Path | None, tokenizer: str | None
+) -> tuple[Any, Any, dict[str, dict[str, Tensor]]]:
     """Return lerobot's pre- and postprocessor, and the statistics that they bring."""
     factory = importlib.import_module("lerobot.policies.factory")
     words: dict[str, Any] = {}
     if folder is not None and (folder / PRE).is_file():
-        device = {"device_processor": {"device": "cpu"}}
-        words = {"pretrained_path": str(folder), "preprocessor_overrides": device, "postprocessor_overrides": device}
+        device, reads = {"device_processor": {"device": "cpu"}}, dict[str, Any]()
+        if tokenizer is not None:
+            reads = {"tokenizer_processor": {"tokenizer_name": str(Path(tokenizer).expanduser())}}
+        words = {
+            "pretrained_path": str(folder), "preprocessor_overrides": {**device, **reads},
+            "postprocessor_overrides": device,
+        }  # fmt: skip
+    elif tokenizer is not None:
+        raise ConfigError("policy.tokenizer goes with a policy.path that has processors: leave it out")
     try:
         pipelines = factory.make_pre_post_processors(config, **words)
     except (ImportError, OSError, ValueError, KeyError) as error:
         raise ConfigError(f"lerobot cannot make the processors of {config.type}: {_sentence(error)}") from None
-    found: dict[str, dict[str, Tensor]] = {}
+    found: Numbers = {}
     for step in (step for pipeline in pipelines for step in pipeline.steps):
         found |= getattr(step, "_tensor_stats", {})
     return *pipelines, found
@@ -169,9 +177,9 @@ def load(policy: Any, folder: Path) -> None:
             raise ConfigError(f"policy.path: {file} {kind} {min(names)}, unlike the policy of its config.json")
 
 
-def statistics_among(folder: Path, config: Any) -> dict[str, dict[str, Tensor]]:
+def statistics_among(folder: Path, config: Any) -> Numbers:
     """Read the statistics that lerobot kept among the weights until 2025."""
-    found: dict[str, dict[str, Tensor]] = {}
+    found: Numbers = {}
     features = [*config.input_features, *config.output_features]
     with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
         for name in (name for name in file.keys() if name.startswith(OLD)):  # noqa: SIM118 - it is no dict

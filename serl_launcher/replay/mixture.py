@@ -377,12 +377,14 @@ class ReplayMixture:
 
 
 def statistics(mixture: ReplayMixture, name: str) -> dict[str, dict[str, Array]]:
-    """Return {mean, std, low, high: {column: [*shape]}} of the actions and of each float observation.
+    """Return {mean, std, low, high, q01, q99: {column: [*shape]}} of the actions and of each float observation.
+
+    q01, q99: the quantiles of 1 and 99 %.
 
     name: the source or view. Values beyond their limits are left out, unless there are no others: an operator may
     have taken such an episode back. Raises ConfigError if it is empty.
     """
-    found: dict[str, dict[str, Array]] = {"mean": {}, "std": {}, "low": {}, "high": {}}
+    found: dict[str, dict[str, Array]] = {kind: {} for kind in ("mean", "std", "low", "high", "q01", "q99")}
     parts, limits = mixture.views[name].of, Limits(mixture.spec)
     features = {"action": mixture.spec.action, **mixture.spec.observation}
     for key in [key for key, feature in features.items() if feature.dtype.startswith("float")]:
@@ -395,4 +397,5 @@ def statistics(mixture: ReplayMixture, name: str) -> dict[str, dict[str, Array]]
         rows = rows[usual] if usual.any() else rows
         found["mean"][key], found["std"][key] = rows.mean(0, dtype=np.float64), rows.std(0, dtype=np.float64)
         found["low"][key], found["high"][key] = rows.min(0), rows.max(0)
+        found["q01"][key], found["q99"][key] = np.quantile(rows, (0.01, 0.99), axis=0)
     return found

@@ -28,6 +28,7 @@ from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.types import Window
 from tests.shared.common import CONFIG, STATE
+from tests.shared.lerobot_policies import ACT
 from tests.shared.models import CAMERA, REACH, act, assert_same, batch, config_of, differences, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,7 +45,7 @@ FITTED = {
 SIZES = {  # wherever an algorithm has them, of this kind
     "hidden": [16, 16], "steps": 2, "num_critics": 3, "channels": [8, 8], "encoder_hidden": [16], "latent": 16,
     "samples": 16, "prior_samples": 4, "elites": 4, "deter": 16, "units": 8, "length": 3, "imagined": 2,
-    "widths": [4, 4, 4], "picture": 32, "codes": 3, "episode_steps": 3, "population": 4,
+    "widths": [4, 4, 4], "picture": 32, "codes": 3, "episode_steps": 3, "population": 4, "options": ACT,
 }  # fmt: skip
 PI0 = ("policy=pi0_tiny", "policy.gemma.depth=1", "policy.vision.depth=1")
 CHUNKS = ("algo=sft", "policy=chunk")
@@ -91,6 +92,7 @@ TOY_SIZES = {  # words that make an algorithm small which is too large for the t
         "algo.model.latent=16", "algo.model.hidden=[32,32]", "algo.model.encoder_hidden=[32]", "algo.hidden=[32,32]",
         "algo.mppi.samples=32", "algo.mppi.prior_samples=4", "algo.mppi.elites=8", "algo.mppi.iterations=3",
     ),
+    "options": (f"policy.options={ACT}".replace("'", "").replace("None", "null"), "algo.optimizer.learning_rate=3e-3"),
 }  # fmt: skip
 DREAMERS = {name for name in ALGORITHMS if name.startswith("dreamer")}  # states are not normalised
 PICTURES = {"world_models", "world_models_tiny"}  # no states are seen
@@ -344,7 +346,7 @@ def test_updates_and_acting_run_on_a_gpu(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*ALGORITHMS} - DREAMERS - PICTURES - {"rejection_pi0"}))
+@pytest.mark.parametrize("name", sorted({*ALGORITHMS} - DREAMERS - PICTURES - {"rejection_pi0", "rejection_lerobot"}))
 def test_states_are_normalised_alike_in_every_network_and_it_is_published(name):
     algorithm, _ = build(name)
     state = torch.randn(3, 2)

@@ -147,7 +147,7 @@ def compared(what: str, share: float, runs: Mapping[str, list[Run]], against: st
 
 # -- one run
 def played(folder: Path, count: int, seconds: float, program: Path | None, is_page: bool) -> Run:
-    """Play a run of `count` actors to its end; with a neighbour if there is a program, which looks at its page or not."""
+    """Play a run of `count` actors to its end. program: the neighbour. is_page: whether it looks at the run's page."""
     names, keys, truths = [f"a{number}" for number in range(count)], folder / "keys", folder / "truths"
     attacks = folder / "attacks"
     truths.mkdir(parents=True)

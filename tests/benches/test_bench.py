@@ -81,7 +81,7 @@ SMALL = {  # {bench: (its words, {(figure, what it stands beside): its goal})}
     ),
     "beside --browsers": (
         "--actors 2 --rounds 1 --seconds 20",
-        {**{(f"{what}, p99", against): "" for what in ("acknowledgement", "step") for against in ("alone", beside.COMPUTES)},
+        {("acknowledgement, p99", "alone"): "", ("step, p99", beside.COMPUTES): "",
          ("steps and records lost", ""): "<= 0"},
     ),
 }  # fmt: skip

@@ -1,0 +1,214 @@
+"""Policies of lerobot, trained and run here, beside lerobot's own functions on the same weights and inputs."""
+
+import importlib.util
+import json
+from dataclasses import replace
+
+import pytest
+import safetensors.torch
+import torch
+from hydra.utils import instantiate
+from serl_client import ConfigError
+
+from serl_launcher.types import Window
+from tests.shared import lerobot_policies as small
+from tests.shared.common import STATE
+from tests.shared.lerobot_policies import SIDE, SPEC, TOP
+from tests.shared.models import assert_same, batch, config_of
+
+pytest.importorskip("lerobot", reason="the extra `data` is not installed: . examples/install.sh --extra data")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+NEWEST = importlib.util.find_spec("lerobot.policies.pi_gemma") is not None  # older ones need transformers of their own
+KINDS = [
+    pytest.param(kind, marks=[pytest.mark.skipif(kind[:2] == "pi" and not NEWEST, reason="lerobot 0.6 on Python 3.12")])
+    for kind in small.SMALL
+]
+FITTED = {
+    kind: {STATE: torch.full((5,), value), "action": torch.full((4,), value)}
+    for kind, value in {"mean": 1.0, "std": 2.0, "low": -1.0, "high": 4.0, "q01": -1.0, "q99": 3.0}.items()
+}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    pytest.importorskip("num2words", reason="the extra `vla` is not installed: . examples/install.sh --extra vla")
+    small.language(folder := tmp_path_factory.mktemp("words"))
+    return folder
+
+
+@pytest.fixture
+def folder(words, tmp_path, monkeypatch):
+    """Makes the folder of a pretrained policy."""
+    if NEWEST:
+        small.shrink_pi(monkeypatch)
+    tokenizer = importlib.import_module("transformers").AutoTokenizer
+    real = tokenizer.from_pretrained
+
+    def here(name, *args, **more):
+        return real(words if "paligemma" in str(name) else name, *args, **more)
+
+    monkeypatch.setattr(tokenizer, "from_pretrained", here)
+
+    def made(kind, **options):
+        return small.pretrained(kind, tmp_path / kind, words, **options)
+
+    return made
+
+
+def ours(**options):
+    """config/policy/lerobot.yaml with these options."""
+    return instantiate(config_of("+policy=lerobot").policy)(SPEC, **options)
+
+
+def rows(policy, **more):
+    """Windows, one of which ends after three steps and one after a single one."""
+    window = Window(policy.offsets)
+    length = torch.tensor([window.horizon, 3, 1])
+    return batch(SPEC, 3, window=window, length=length, task=small.TASKS, **more)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_chunk_are_those_of_lerobot_and_what_is_saved_gives_them_there(kind, folder, tmp_path):
+    policy, theirs = ours(path=str(folder(kind))), small.Theirs(tmp_path / kind)
+    given = rows(policy)
+    loss, told = policy(given)
+    assert all(value.isfinite() for value in told.values())
+    expected = theirs.loss(given)
+    torch.testing.assert_close(loss.mean(), expected, atol=1e-6, rtol=1e-5)
+
+    noise = torch.randn(1, 3, *policy.noise_shape, generator=torch.Generator().manual_seed(5))
+    now = slice(None) if policy.history > 1 else 0
+    seen = {name: value[:, now] for name, value in given.observation.items()}
+    chunk = policy.sample(seen, task=small.TASKS, noise=noise)[0]
+    expected = theirs.chunk(given.observation, small.TASKS, noise[0])
+    assert chunk.shape == (3, policy.horizon, 4)
+    torch.testing.assert_close(chunk, expected.clamp(-3, 3), atol=1e-5, rtol=1e-5)
+
+    optimizer = torch.optim.SGD([weight for weight in policy.parameters() if weight.requires_grad], 0.1)
+    policy(given)[0].mean().backward()
+    optimizer.step()
+    moved = policy.sample(seen, task=small.TASKS, noise=noise)[0]
+    assert not torch.equal(moved, chunk)
+    policy.save(saved := tmp_path / "saved")
+    there = small.Theirs(saved).chunk(given.observation, small.TASKS, noise[0])
+    torch.testing.assert_close(moved, there.clamp(-3, 3), atol=1e-5, rtol=1e-5)
+
+
+def test_a_loss_for_all_rows_draws_them_by_weight_and_its_random_numbers_come_from_the_rows():
+    policy = ours(type="act", options=small.ACT)
+    given = rows(policy)
+    torch.manual_seed(1)
+    before = torch.random.get_rng_state()
+    first, second = policy(given)[0], policy(given)[0]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(first, second)
+    assert first.shape == (3,)
+    assert not torch.equal(policy(replace(given, seed=given.seed + 1))[0], first)
+    one = policy(given.rows(torch.tensor([1, 1, 1])))[0]
+    assert torch.equal(policy(replace(given, weight=torch.tensor([0.0, 2.0, 0.0])))[0], one)
+
+
+def test_statistics_of_the_folder_stay_and_those_of_random_weights_are_fitted_and_published(folder):
+    kept, fresh = ours(path=str(folder("act"))), ours(type="act", options=small.ACT)
+    for policy in (kept, fresh):
+        policy.statistics.set_statistics(FITTED)
+    assert_same(kept.statistics.tensors()["action"]["mean"], small.statistics()["action"]["mean"])
+    assert "action mean [" in kept.statistics.said
+    assert fresh.statistics.tensors()[STATE]["std"].tolist() == [2.0] * 5
+    assert fresh.statistics.tensors()[TOP]["mean"].flatten().tolist() == pytest.approx([0.485, 0.456, 0.406])
+    other = ours(type="act", options=small.ACT)
+    other.load_published(fresh.published())
+    now = {name: value[:, 0] for name, value in rows(fresh).observation.items()}
+    assert torch.equal(other.sample(now), fresh.sample(now))
+
+
+def test_statistics_that_lerobot_kept_among_the_weights_are_read(folder):
+    there = folder("act")
+    for file in there.glob("policy_*"):
+        file.unlink()
+    old = {
+        f"{part}.buffer_{name.replace('.', '_')}.{kind}": values
+        for part, names in {"normalize_inputs": (STATE, TOP, SIDE), "unnormalize_outputs": ("action",)}.items()
+        for name in names for kind, values in small.statistics(3)[name].items() if kind in ("mean", "std")
+    }  # fmt: skip
+    weights = safetensors.torch.load_file(there / "model.safetensors")
+    safetensors.torch.save_file({**weights, **old}, there / "model.safetensors")
+    found = ours(path=str(there)).statistics.tensors()
+    assert {name: {*kinds} for name, kinds in found.items()} == {name: {"mean", "std"} for name in small.SHAPES}
+    for name, kinds in found.items():
+        assert_same(kinds, {kind: small.statistics(3)[name][kind] for kind in kinds})
+
+
+def test_a_folder_without_statistics_gives_no_action_before_they_are_fitted(folder):
+    there = folder("act")
+    for file in there.glob("policy_*"):
+        file.unlink()
+    policy, acts = ours(path=str(there)), ours(path=str(there))
+    with pytest.raises(ConfigError, match="brought no statistics, and none are fitted yet: no action before"):
+        acts.load_published(policy.published())
+    policy.statistics.set_statistics(FITTED)
+    acts.load_published(policy.published())
+    assert_same(acts.statistics.tensors(), policy.statistics.tensors())
+
+
+def change(folder, **fields):
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, **fields}))
+
+
+def feature(*shape):
+    return {"type": {3: "VISUAL"}.get(len(shape), "STATE"), "shape": list(shape)}
+
+
+def test_cameras_that_are_called_otherwise_are_renamed(folder):
+    there = folder("act")
+    other = replace(SPEC, observation={
+        {TOP: "observation.images.up"}.get(name, name): feature for name, feature in SPEC.observation.items()
+    })  # fmt: skip
+    policy = config_of("+policy=lerobot").policy
+    said = r"reads observation.images.top, and the robot has .*say which one it is, as in 'policy.rename="
+    with pytest.raises(ConfigError, match=said):
+        instantiate(policy)(other, path=str(there))
+    renamed = instantiate(policy)(other, path=str(there), rename={"observation.images.up": TOP})
+    plain, given = ours(path=str(there)), rows(ours(path=str(there)))
+    seen = {"observation.images.up" if name == TOP else name: value for name, value in given.observation.items()}
+    assert torch.equal(renamed(replace(given, observation=seen))[0], plain(given)[0])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda at: (at / "config.json").unlink(), "is no policy of lerobot .*give the folder `pretrained_model`"),
+        (lambda at: (at / "adapter_config.json").touch(), "is an adapter .*merge it"),
+        (lambda at: change(at, type="sac"), "no policy is called 'sac'; did you mean"),
+        (lambda at: change(at, dim_model=16), "size mismatch"),
+        (lambda at: change(at, n_encoder_layers=2), "lacks model.encoder.layers.1"),
+        (lambda at: (at / "model.safetensors").write_bytes(b"no weights"), "model.safetensors: "),
+        (lambda at: change(at, output_features={"action": feature(7)}), "gives 7 numbers .*, and the robot takes 4"),
+        (lambda at: change(at, input_features={STATE: feature(6)}), r"as \[6\], and the robot has \[5\]"),
+        (lambda at: change(at, input_features={TOP: feature(3, 9, 9)}), "task.env.cameras.NAME.width and height"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_does_not_fit_is_refused_in_one_sentence(spoil, said, folder):
+    spoil(there := folder("act"))
+    with pytest.raises(ConfigError, match=said) as refused:
+        ours(path=str(there))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"type": "acr"}, "policy.type: no policy is called 'acr'; did you mean 'act'"),
+        ({"options": {"chunk": 3}}, "act has no field 'chunk'; did you mean 'chunk_size'"),
+        ({"options": {"chunk_size": "many"}}, "policy.options: "),
+        ({"options": small.ACT, "cameras": []}, "say policy.cameras=.*or 'policy.rename="),
+        ({"options": small.ACT, "cameras": ["tip"]}, "the robot has no observation.images.tip"),
+        ({"options": small.ACT, "rename": {"observation.images.up": TOP}}, "the robot has no observation.images.up"),
+        ({"options": small.ACT, "tokenizer": "/there"}, "policy.tokenizer goes with a policy.path"),
+    ],
+)
+def test_an_option_that_cannot_be_is_refused_in_one_sentence(options, said):
+    with pytest.raises(ConfigError, match=said) as refused:
+        ours(**options)
+    assert "\n" not in str(refused.value)
