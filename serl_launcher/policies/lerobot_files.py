@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 TYPES = ("act", "diffusion", "smolvla", "pi0", "pi05")
 STATE, ENVIRONMENT = "observation.state", "observation.environment_state"  # what of a robot's states they read
+LONGEST = 300  # characters that are told of an error of lerobot
 PRE = "policy_preprocessor.json"
 OLD = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")  # statistics among weights, until 2025
 
@@ -168,7 +169,12 @@ def load(policy: Any, folder: Path) -> None:
     """Load the folder's weights, all of them. Raises ConfigError if one is missing or not known."""
     file = folder / "model.safetensors"
     try:
-        missing, unknown = safetensors.torch.load_model(policy, file, strict=False)
+        if hasattr(policy, "_fix_pytorch_state_dict_keys"):  # pi0 and pi0.5, whose files may have openpi's names
+            fixed = policy._fix_pytorch_state_dict_keys(safetensors.torch.load_file(file), policy.config)
+            named = {name if name.startswith("model.") else f"model.{name}": value for name, value in fixed.items()}
+            missing, unknown = policy.load_state_dict(named, strict=False)
+        else:
+            missing, unknown = safetensors.torch.load_model(policy, file, strict=False)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
         raise ConfigError(f"policy.path: {file}: {_sentence(error)}") from None
     unknown = [name for name in unknown if not name.startswith(OLD)]
@@ -197,4 +203,6 @@ def is_hollow() -> bool:
 
 
 def _sentence(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+    """Say an error of lerobot in one line."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."

@@ -287,8 +287,9 @@ def test_a_run_that_resumes_with_other_rates_and_weights_of_losses_takes_its_sta
     spec, options = with_extras(SPEC, config.extras), changeable(config, "algo") - {"algo.task_weight"}  # needs tasks
     algorithms = [training.build(config, spec)]
     for option in options:
-        if isinstance(value := OmegaConf.select(config, option), float):
-            OmegaConf.update(config, option, value / 2)
+        value = OmegaConf.select(config, option)
+        if isinstance(value, float) or option.endswith("learning_rate"):
+            OmegaConf.update(config, option, (value or 1e-3) / 2)  # null: what the policy brings
     algorithms += [training.build(config, spec), training.build(config, spec)]
     algorithms[0].set_statistics(FITTED)
     update(algorithms[0], spec, 1)

@@ -2,6 +2,8 @@
 them. **Assumed:** a real folder has other sizes, and tokenizers of 257,152 words; nothing else."""
 
 import importlib
+import inspect
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +25,7 @@ SMALL = {
     "act": ACT,
     "diffusion": {
         "down_dims": [16, 32], "n_groups": 4, "spatial_softmax_num_keypoints": 4, "diffusion_step_embed_dim": 16,
-        "num_inference_steps": 3, "noise_scheduler_type": "DDIM",
+        "num_inference_steps": 3, "noise_scheduler_type": "DDIM", "pretrained_backbone_weights": None,
     },
     "smolvla": {
         "chunk_size": 6, "n_action_steps": 6, "resize_imgs_with_padding": [64, 64], "num_vlm_layers": 2,
@@ -69,22 +71,24 @@ def language(folder):
 
 def shrink_pi(monkeypatch):
     """Have lerobot build small pi policies: their sizes are no options."""
-    transformers = importlib.import_module("transformers")
-
-    class Vision(transformers.SiglipVisionConfig):
-        intermediate_size = property(lambda self: 32, lambda self, value: None)
-        projection_dim = property(lambda self: 32, lambda self, value: None)
+    transformers, name = importlib.import_module("transformers"), "PaliGemmaForConditionalGenerationWithPiGemma"
 
     def paligemma():
         config = transformers.PaliGemmaConfig()
-        config.vision_config = Vision(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, patch_size=14)
+        config.vision_config.update({"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2})
         return config
 
-    sizes = SimpleNamespace(width=32, depth=2, mlp_dim=64, num_heads=2, num_kv_heads=1, head_dim=16)
+    def built(real, config):
+        config.vision_config.update({"intermediate_size": 32, "projection_dim": 32})
+        config.text_config.vocab_size = 300
+        return real(config)
+
+    sizes = SimpleNamespace(width=32, depth=2, mlp_dim=64, num_heads=8, num_kv_heads=1, head_dim=8)
     for kind in ("pi0", "pi05"):
         module = importlib.import_module(f"lerobot.policies.{kind}.modeling_{kind}")
         known = {"paligemma": paligemma, "gemma": module.CONFIG_MAPPING["gemma"]}
         monkeypatch.setattr(module, "CONFIG_MAPPING", known)
+        monkeypatch.setattr(module, name, partial(built, getattr(module, name)))
         monkeypatch.setattr(module, "get_gemma_config", lambda variant: sizes)
 
 
@@ -142,7 +146,8 @@ class Theirs:
         )
 
     def loss(self, batch):
-        """The loss of a Batch, given as lerobot's dataset gives it: repeated last actions, images in [0, 1]."""
+        """The loss of a Batch, of each row if there is one, given as lerobot's dataset gives it: repeated last actions,
+        images in [0, 1]."""
         steps = torch.arange(batch.action.shape[1])
         last = torch.minimum(steps, batch.length[:, None] - 1)
         given = {
@@ -151,7 +156,8 @@ class Theirs:
         }  # fmt: skip
         torch.manual_seed(int(batch.seed[0]))
         self.policy.train()
-        return self.policy.forward(self.pre(given))[0]
+        by_row = "reduction" in inspect.signature(self.policy.forward).parameters
+        return self.policy.forward(self.pre(given), **({"reduction": "none"} if by_row else {}))[0]
 
     def chunk(self, observation, task, noise):
         """A chunk of each row, by `select_action` where it needs a history."""

@@ -21,6 +21,7 @@ from tests.shared.tools import called
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPEC = robot(states=3, shape=(32, 32, 3))
 SMALL = ["policy.network.hidden=[16]", "policy.horizon=4"]
+CHUNK = ["policy=chunk", "network.hidden=[16]", "policy.horizon=4"]
 ALONE = """
 import sys
 for name in ("serl_client", "serl_launcher", "robot_infra"):
@@ -48,29 +49,31 @@ def run_of(folder, *words):
     return folder, algorithm.acting.eval()
 
 
-@pytest.mark.slow
+def case(*words, often=False):
+    return pytest.param(words, marks=pytest.mark.slow if often else pytest.mark.nightly, id="-".join(words[:3]))
+
+
 @pytest.mark.parametrize(
     "words",
     [
-        ["algo=sft", *SMALL],
-        ["algo=sft", "policy=chunk", "head=mip", "policy.history=2", *SMALL],
-        ["algo=sft", "policy=chunk", "head=ddpm", *SMALL],
-        ["algo=sft", "policy=chunk", "head=autoregressive", *SMALL],
-        ["algo=sft", "policy=chunk", "network=chi_unet_tiny", "policy.horizon=4"],
-        ["algo=sft", "policy=chunk", "policy.tasks=[push,pull]", *SMALL],
-        ["algo=rejection_pixels", "policy.encoder.channels=[8,8]", "policy.encoder.latent=8", *SMALL],
-        ["algo=sac", "policy.hidden=[16]", "critic.hidden=[16]"],
-        ["algo=expo", *SMALL],
-        ["algo=sft", "policy=pi0_tiny"],
+        case("algo=sft", "head=mip", "policy.history=2", *CHUNK, often=True),
+        case("algo=sft", "policy=pi0_tiny", often=True),
+        case("algo=sft", *SMALL),
+        case("algo=sft", "head=ddpm", *CHUNK),
+        case("algo=sft", "head=autoregressive", *CHUNK),
+        case("algo=sft", "policy.tasks=[push,pull]", *CHUNK),
+        case("algo=sft", "network=chi_unet_tiny", *CHUNK[::2]),
+        case("algo=rejection_pixels", "policy.encoder.channels=[8,8]", "policy.encoder.latent=8", *SMALL),
+        case("algo=sac", "policy.hidden=[16]", "critic.hidden=[16]"),
+        case("algo=expo", *SMALL),
     ],
-    ids=lambda words: "-".join(words[:3]),
 )
 def test_an_exported_policy_acts_as_the_run_does_with_torch_alone(words, tmp_path):
     if "policy=pi0_tiny" in words:
         pytest.importorskip("transformers")
     run, policy = run_of(tmp_path / "run", *words)
-    task = ["--task", "pull"] if policy.tasks else []
-    status, said = called("policy", "export", run, tmp_path / "out", *task)
+    task = "pull" if policy.tasks else ""
+    status, said = called("policy", "export", run, tmp_path / "out", "--task", task)
     assert (status, said.count("\n")) == (0, 1), said
     assert "weights 1" in said
     about = json.loads((tmp_path / "out/policy.json").read_text())
@@ -90,7 +93,7 @@ def test_an_exported_policy_acts_as_the_run_does_with_torch_alone(words, tmp_pat
     observation = {name: torch.from_numpy(value)[None] for name, value in seen.items()}
     for name, noise in noises.items():
         with torch.no_grad():
-            expected = policy.sample(observation, task=("pull",), noise=noise)[0, 0]
+            expected = policy.sample(observation, task=(task,), noise=noise)[0, 0]
         np.testing.assert_allclose(did[name], expected.numpy(), atol=1e-5, rtol=1e-5)
 
 
@@ -104,7 +107,7 @@ def test_what_cannot_be_exported_is_refused_in_one_sentence_and_nothing_is_writt
 
     refused(tmp_path / "nowhere", "there is no run in")
     refused(run_of(tmp_path / "planner", "algo=tdmpc2_tiny")[0], "Planner plans at each step")
-    run, _ = run_of(tmp_path / "tasks", "algo=sft", "policy=chunk", "policy.tasks=[push,pull]", *SMALL)
+    run, _ = run_of(tmp_path / "tasks", "algo=sft", "policy.tasks=[push,pull]", *CHUNK)
     refused(run, "this policy knows 'push', 'pull': say --task")
     (tmp_path / "there").mkdir()
     status, said = called("policy", "export", run, tmp_path / "there", "--task", "push")
