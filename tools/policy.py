@@ -2,7 +2,8 @@
 """Takes what a run has learned out of Retake.
 
 policy.py export RUN FOLDER    writes the newest published policy into FOLDER, which must not be there yet:
-                               a policy of lerobot as a `pretrained_model`, which lerobot's own programs load;
+                               a policy of lerobot as a `pretrained_model`, which lerobot's own programs load, and
+                               with --lerobot a PI0 of ours, too;
                                any other as a program that torch alone runs, with reader.py beside it, which shows how
 """
 
@@ -13,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
@@ -33,13 +35,14 @@ def main() -> None:
     command = commands.add_parser("export", help="write the newest published policy into a folder")
     command.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
     command.add_argument("folder", type=Path, metavar="FOLDER", help="a new folder")
+    command.add_argument("--lerobot", action="store_true", help="write a PI0 of ours as lerobot's pi0")
     command.add_argument("--task", default="", help="the task in words, for a policy that reads them (none)")
     options = parser.parse_args()
     with in_one_sentence():
-        print(export(options.run, options.folder, options.task))
+        print(export(options.run, options.folder, options.task, lerobot=options.lerobot))
 
 
-def export(run: Path, folder: Path, task: str) -> str:
+def export(run: Path, folder: Path, task: str, *, lerobot: bool) -> str:
     """Write the run's newest published policy into a new folder. Returns what was written, in one sentence."""
     if not (run / "store/index.sqlite").exists():
         raise ConfigError(f"there is no run in {run}: name the folder that a learner was given as run_dir")
@@ -53,14 +56,27 @@ def export(run: Path, folder: Path, task: str) -> str:
     beside = folder.with_name(folder.name + ".part")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True)
-    if isinstance(policy, LeRobotPolicy):
-        policy.save(beside)
+    if isinstance(policy, LeRobotPolicy) or lerobot:
+        if isinstance(policy, LeRobotPolicy):
+            policy.save(beside)
+        else:
+            save_pi0(policy, spec, beside)
         how = f"lerobot loads it, as in `lerobot-rollout --policy.path={folder}`"
     else:
         save(policy, spec, task, beside)
         how = f"`python {folder / 'reader.py'}` asks it once"
     beside.rename(folder)
     return f"{folder}: {type(policy).__name__}, weights {version['version']} ({version['sha256'][:12]}); {how}"
+
+
+def save_pi0(policy: Policy, spec: Spec, folder: Path) -> None:
+    """Write our PI0 as lerobot's."""
+    from serl_launcher.policies.pi0 import PI0  # needs transformers
+    from serl_launcher.policies.pi0_lerobot import save as save_there
+
+    if not isinstance(policy, PI0):
+        raise ConfigError(f"lerobot has no {type(policy).__name__}: leave --lerobot out")
+    save_there(policy, spec, folder)
 
 
 class Program(nn.Module):
@@ -97,7 +113,7 @@ def save(policy: Policy, spec: Spec, task: str, folder: Path) -> None:
         },
         "action": {
             "names": list(spec.action.names), "units": list(spec.action.units), "shape": list(spec.action.shape),
-            "low": spec.action.low.tolist(), "high": spec.action.high.tolist(),
+            "low": np.asarray(spec.action.low).tolist(), "high": np.asarray(spec.action.high).tolist(),
         },
     }  # fmt: skip
     (folder / "policy.json").write_text(json.dumps(told, indent=1))

@@ -39,6 +39,8 @@ class SFT(Algorithm):
         super().__init__()
         self.policy = policy(spec)
         self.averaged = frozen_copy(self.policy)
+        kinds = nn.BatchNorm1d | nn.BatchNorm2d  # their buffers are means over batches
+        self._counts = any(isinstance(each, kinds) for each in self.policy.modules())
         self.optimizer = optimizer(self.policy)
         self.ema_decay = ema_decay
         self.augment = augmentation(augment, self.policy.inputs)
@@ -53,6 +55,9 @@ class SFT(Algorithm):
         metrics = descend(self.optimizer, self.augment(batch), self.loss)
         before = self.optimizer.steps - 1
         soft_update(self.averaged, self.policy, 1 - min(self.ema_decay, (1 + before) / (10 + before)))
+        if self._counts:
+            for copied, own in zip(self.averaged.buffers(), self.policy.buffers(), strict=True):
+                copied.copy_(own)
         return metrics
 
     def loss(self, batch: Batch) -> tuple[Tensor, Metrics]:

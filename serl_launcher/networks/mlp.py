@@ -29,7 +29,9 @@ def mlp(inputs: int, hidden: Sequence[int], outputs: int, *, layer_norm: bool) -
 
 
 class Normaliser(nn.Module, ABC):
-    """A module that fits to statistics of the data."""
+    """A module that fits to statistics of the data, unless it was given some with its weights."""
+
+    is_given = False  # True: the statistics came with the weights, and stay
 
     @abstractmethod
     def set_statistics(self, statistics: Statistics) -> None:
@@ -61,9 +63,17 @@ class StateEncoder(Normaliser):
 
     def set_statistics(self, statistics: Statistics) -> None:
         """Set mean and std, {name: [...]} shaped as in the Spec. Other names are ignored."""
+        if self.is_given:
+            return
         for buffer, statistic in ((self.mean, statistics["mean"]), (self.std, statistics["std"])):
             buffer.copy_(torch.cat([torch.as_tensor(statistic[name]).reshape(-1) for name in self.sizes]))
         self.std[self.std < SMALLEST_STD] = 1
+
+    def keep(self, mean: Tensor, std: Tensor) -> None:
+        """Normalise by these [size] for good."""
+        self.mean.copy_(mean)
+        self.std.copy_(std)
+        self.is_given = True
 
     def forward(self, observation: Observation) -> Tensor:
         """Encode {name: [B, ...]}, with or without a time axis of one step -> [B, size]."""
@@ -126,7 +136,7 @@ class ActionScale(Normaliser):
         Data outside the Spec's bounds do not count. A constant entry is scaled by 10 * CONSTANT of its bounds, so that
         its later values stay small enough to learn.
         """
-        if self.kind == "bounds":
+        if self.kind == "bounds" or self.is_given:
             return
         mean, std, low, high = (self._own(statistics[name]) for name in ("mean", "std", "low", "high"))
         if self.kind == "range":
@@ -135,6 +145,12 @@ class ActionScale(Normaliser):
         self.center.copy_(torch.clamp(mean, self.low, self.high))
         bounds = (self.high - self.low) / 2
         self.half_range.copy_(torch.where(std < CONSTANT * bounds, 10 * CONSTANT * bounds, std))
+
+    def keep(self, mean: Tensor, std: Tensor) -> None:
+        """Scale by these [A] for good."""
+        self.center.copy_(mean)
+        self.half_range.copy_(std)
+        self.is_given = True
 
     def _own(self, statistic: Mapping[str, Array]) -> Tensor:
         values = torch.as_tensor(statistic[self.column], dtype=self.low.dtype, device=self.low.device).reshape(-1)

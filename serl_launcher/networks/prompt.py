@@ -35,6 +35,11 @@ class Prompt:
             raise ConfigError(f"the tokenizer has {size} tokens, and policy.gemma.vocabulary={vocabulary} has no room")
         self._known: dict[str, tuple[Tensor, Tensor]] = {}
 
+    @property
+    def is_bytes(self) -> bool:
+        """Whether there is no tokenizer."""
+        return self._tokenizer is None
+
     def __call__(self, task: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return tokens [B, length] int64 and a mask [B, length] bool, False for padding; both on the CPU."""
         tokens, words = zip(*(self._row(text) for text in task), strict=True)

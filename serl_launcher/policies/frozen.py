@@ -34,7 +34,8 @@ class PartlyFrozen(Acting):
             raise RuntimeError(f"weight {differing[0]}: trained by one of the two alone")
         if frozen is None or not torch.equal(frozen.cpu(), self._digest()):
             raise RuntimeError(
-                "the frozen weights differ: give the same policy.weights and policy.freeze as the learner"
+                "the frozen weights differ: give the same policy.weights and policy.freeze (or policy.path) as the "
+                "learner"
             )
         self.load_state_dict(tensors, strict=False)
 

@@ -68,22 +68,22 @@ class LeRobotPolicy(PartlyFrozen, Policy):
         super().__init__()
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         folder = None if path is None else Path(path).expanduser()
-        kind, fields = files.described(folder, type)
+        kind, own = files.described(folder, type)
         self._names = files.named(spec, cameras, rename or {})  # {the robot's name: the policy's}
         features = files.features(spec, self._names)
         if folder is not None:
-            features = files.fitting(fields, features, kind)
-        self.config = files.config(kind, fields, options or {}, features)
+            features = files.fitting(own, features, kind)
+        self.fields = files.config(kind, own, options or {}, features)
         self.inputs = tuple(ours for ours, theirs in self._names.items() if theirs in features["input_features"])
         self.size = spec.action.shape[0]
         self._place(kind)
-        self.inner = files.made(kind, self.config)
-        self._pre, self._post, found = files.processors(self.config, folder, tokenizer)
+        self.inner = files.made(kind, self.fields)
+        self._pre, self._post, found = files.processors(self.fields, folder, tokenizer)
         if folder is not None and not files.is_hollow():
-            found = found or files.statistics_among(folder, self.config)
+            found = found or files.statistics_among(folder, self.fields)
             files.load(self.inner, folder)
         ours = {theirs: ours for ours, theirs in self._names.items()}
-        self.statistics = _Scales(self.config, found, ours, is_needed=folder is not None)
+        self.statistics = _Scales(self.fields, found, ours, is_needed=folder is not None)
         self.frozen = {
             name for name, weight in self.named_parameters(remove_duplicate=False) if not weight.requires_grad
         }
@@ -94,14 +94,14 @@ class LeRobotPolicy(PartlyFrozen, Policy):
 
     def _place(self, kind: str) -> None:
         """Say which steps lerobot reads of a window, from its first observation on."""
-        actions, seen = list(self.config.action_delta_indices), self.config.observation_delta_indices
+        actions, seen = list(self.fields.action_delta_indices), self.fields.observation_delta_indices
         self._has_time = seen is not None
         self.history = len(seen or [0])
         self._rows = len(actions)  # actions of a window that is learned
         self._begins = -actions[0]  # rows of it before the newest observation
-        self.horizon = self.config.n_action_steps if kind == "diffusion" else self._rows
+        self.horizon = self.fields.n_action_steps if kind == "diffusion" else self._rows
         self.mode_at_zero = kind == "act"  # it has no noise
-        width = getattr(self.config, "max_action_dim", self.size)
+        width = getattr(self.fields, "max_action_dim", self.size)
         self._noise = (1,) if kind == "act" else (self._rows, width)
 
     @property
@@ -111,8 +111,8 @@ class LeRobotPolicy(PartlyFrozen, Policy):
     @property
     def optimizer_preset(self) -> dict[str, Any]:
         """What lerobot trains it with, as options of Optimizer."""
-        adam, schedule = self.config.get_optimizer_preset(), self.config.get_scheduler_preset()
-        backbone = getattr(self.config, "optimizer_lr_backbone", adam.lr) / adam.lr
+        adam, schedule = self.fields.get_optimizer_preset(), self.fields.get_scheduler_preset()
+        backbone = getattr(self.fields, "optimizer_lr_backbone", adam.lr) / adam.lr
         names = [name for name, weight in self.named_parameters() if weight.requires_grad]
         lowest, peak = (getattr(schedule, name, adam.lr) for name in ("decay_lr", "peak_lr"))
         return {
@@ -166,13 +166,13 @@ class LeRobotPolicy(PartlyFrozen, Policy):
         self.inner.eval()
         with _seeded(noise.double().sum().view(torch.int64), noise.device):
             given = self._run(self._pre, given)
-            if self.config.type == "diffusion":  # its `predict_action_chunk` reads queues of single observations
-                if self.config.image_features:
-                    images = [given[name] for name in self.config.image_features]
+            if self.fields.type == "diffusion":  # its `predict_action_chunk` reads queues of single observations
+                if self.fields.image_features:
+                    images = [given[name] for name in self.fields.image_features]
                     given["observation.images"] = torch.stack(images, dim=-4)
                 chunk = self.inner.diffusion.generate_actions(given, noise=noise)
             else:
-                words = {} if self.config.type == "act" else {"noise": noise}
+                words = {} if self.fields.type == "act" else {"noise": noise}
                 chunk = self.inner.predict_action_chunk(given, **words)
         steps = importlib.import_module("lerobot.processor.converters")
         return self._run(self._post, chunk, steps.policy_action_to_transition, steps.transition_to_policy_action)
@@ -233,7 +233,7 @@ class _Scales(Normaliser):
     ) -> None:
         super().__init__()
         self.register_buffer("fitted", torch.tensor(bool(found) or not is_needed))
-        self._names, self._is_given, self._places = names, bool(found), list[tuple[str, str, str]]()
+        self._names, self.is_given, self._places = names, bool(found), list[tuple[str, str, str]]()
         for feature, about in {**config.input_features, **config.output_features}.items():
             mode = config.normalization_mapping.get(about.type.value)
             shape = (about.shape[0], 1, 1) if about.type.value == "VISUAL" else tuple(about.shape)
@@ -257,13 +257,13 @@ class _Scales(Normaliser):
     @property
     def said(self) -> str:
         """Whose statistics these are, in words."""
-        if not self._is_given:
+        if not self.is_given:
             return "its statistics are fitted to this run's data"
         told = (f"{feature} {kind} {_short(self.get_buffer(name))}" for feature, kind, name in self._places)
         return f"it normalises by its folder's statistics: {'; '.join(told)}"
 
     def set_statistics(self, statistics: Statistics) -> None:
-        if self._is_given:
+        if self.is_given:
             log.info("the policy keeps the statistics that it was trained with")
             return
         for feature, kind, name in self._places:

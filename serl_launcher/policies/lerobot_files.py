@@ -88,7 +88,7 @@ def fitting(fields: Mapping[str, Any], robot: dict[str, dict[str, Any]], kind: s
                 f"in 'policy.rename={{{there[0] if there else 'observation.state'}: {name}}}'"
             )
         if not resizes and list(about["shape"]) != here["shape"]:
-            cure = "task.env.cameras.NAME.width and height" if name.startswith(IMAGES) else "another policy, or robot"
+            cure = "say task.env.cameras.NAME.width and height" if name.startswith(IMAGES) else "take another policy"
             raise ConfigError(
                 f"policy.path: this {kind} reads {name} as {about['shape']}, and the robot has {here['shape']}: {cure}"
             )
@@ -97,7 +97,7 @@ def fitting(fields: Mapping[str, Any], robot: dict[str, dict[str, Any]], kind: s
     if action is not None and not resizes and list(action["shape"]) != own["shape"]:
         raise ConfigError(
             f"policy.path: this {kind} gives {action['shape'][0]} numbers for an action, and the robot takes "
-            f"{own['shape'][0]}: it is of another robot"
+            f"{own['shape'][0]}: take a policy of this robot"
         )
     return {"input_features": chosen, "output_features": robot["output_features"]}
 
@@ -119,7 +119,7 @@ def config(kind: str, fields: Mapping[str, Any], options: Mapping[str, Any], fea
     try:
         return draccus.decode(kind_of, known)
     except Exception as error:  # draccus has many of its own
-        raise ConfigError(f"policy.options: {_sentence(error)}") from None
+        raise ConfigError(f"policy.options: {_sentence(error)}: give what lerobot's config takes") from None
 
 
 def made(kind: str, config: Any) -> Any:
@@ -127,7 +127,7 @@ def made(kind: str, config: Any) -> Any:
     try:
         policy = importlib.import_module("lerobot.policies.factory").get_policy_class(kind)(config)
     except (ImportError, OSError, ValueError, NotImplementedError) as error:
-        cure = ""
+        cure = ": install what is missing with `. examples/install.sh --extra vla`, or bring the files that it names"
         if isinstance(error, OSError) and getattr(config, "pretrained_backbone_weights", None):
             cure = ": without a network say 'policy.options={pretrained_backbone_weights: null}'"
         elif not config.image_features and kind in ("act", "diffusion"):
@@ -158,7 +158,10 @@ def processors(
     try:
         pipelines = factory.make_pre_post_processors(config, **words)
     except (ImportError, OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"lerobot cannot make the processors of {config.type}: {_sentence(error)}") from None
+        raise ConfigError(
+            f"lerobot cannot make the processors of {config.type}: {_sentence(error)}: bring the files that they name, "
+            "or say policy.tokenizer=FOLDER"
+        ) from None
     found: Numbers = {}
     for step in (step for pipeline in pipelines for step in pipeline.steps):
         found |= getattr(step, "_tensor_stats", {})
@@ -176,11 +179,14 @@ def load(policy: Any, folder: Path) -> None:
         else:
             missing, unknown = safetensors.torch.load_model(policy, file, strict=False)
     except (OSError, RuntimeError, safetensors.SafetensorError) as error:
-        raise ConfigError(f"policy.path: {file}: {_sentence(error)}") from None
+        raise ConfigError(f"policy.path: {file}: {_sentence(error)}: give the folder of a whole checkpoint") from None
     unknown = [name for name in unknown if not name.startswith(OLD)]
     for kind, names in (("lacks", missing), ("has", unknown)):
         if names:
-            raise ConfigError(f"policy.path: {file} {kind} {min(names)}, unlike the policy of its config.json")
+            raise ConfigError(
+                f"policy.path: {file} {kind} {min(names)}, unlike the policy of its config.json: bring both from one "
+                "checkpoint"
+            )
 
 
 def statistics_among(folder: Path, config: Any) -> Numbers:

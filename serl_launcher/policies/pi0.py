@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import IMAGES, Spec
+from serl_client.words import check_choice
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -34,7 +35,7 @@ from serl_launcher.networks.vision import ALL
 from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.policies.frozen import PartlyFrozen
 from serl_launcher.policies.heads.base import Head
-from serl_launcher.policies.pi0_checkpoint import load_pretrained
+from serl_launcher.policies.pi0_checkpoint import is_lerobots, load_pretrained, statistics_at
 from serl_launcher.types import Observation
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 SHORTEST, LONGEST = 4e-3, 4.0  # periods of the time features
 TOKENS, WORDS = "task.tokens", "task.words"  # added to an observation by `prepared`
 PARTS = {"vision": ("vision", "image_projection"), "language": ("language",), "expert": ("expert",)}
+RESIZES = ("auto", "antialias", "plain")
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LORA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -96,6 +98,8 @@ class PI0(PartlyFrozen, HeadPolicy):
     freeze: parts of PARTS that are not trained.
     lora: rank of LoRA (Hu et al. 2021): all three parts are frozen, and low-rank updates of both stacks' projections
         are trained; None: no LoRA.
+    resize: how images become smaller: `antialias`, as in openpi's JAX code; `plain`, bilinear without it, as in lerobot
+        and in openpi's PyTorch code; `auto`: plain for weights in lerobot's layout, else antialias.
     precision: float32 or bfloat16, of matrix products; trained weights stay float32.
     checkpointing: True: recompute tower and layers in the backward pass to save memory.
     The other arguments are those of HeadPolicy.
@@ -111,7 +115,7 @@ class PI0(PartlyFrozen, HeadPolicy):
         self, spec: Spec, *, vision: Mapping[str, int], gemma: Mapping[str, int], cameras: Sequence[str], horizon: int,
         head: Callable[..., Head], imitation_target: str, width: int, state_size: int, prompt_tokens: int,
         tokenizer: str | None, weights: str | None, freeze: Sequence[str], lora: int | None, precision: str,
-        checkpointing: bool, scale: str = "bounds", max_delay: int = 0,
+        checkpointing: bool, resize: str = "auto", scale: str = "bounds", max_delay: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(
             spec, head=head, horizon=horizon, imitation_target=imitation_target, width=width, scale=scale,
@@ -128,7 +132,10 @@ class PI0(PartlyFrozen, HeadPolicy):
         self.prompt = Prompt(tokenizer, length=prompt_tokens, vocabulary=self.sizes.vocabulary)
         self._build(Tower(**vision), self.sizes)
         if weights is not None:
-            load_pretrained(self, weights)
+            self._begin_with(weights)
+        check_choice(resize, RESIZES, "resize", "policy.resize")
+        is_plain = resize == "plain" or (resize == "auto" and weights is not None and is_lerobots(weights))
+        self.antialias = not is_plain
         self._freeze(freeze, lora)
         self.frozen = {name for name, weight in self.named_parameters() if not weight.requires_grad}
 
@@ -150,6 +157,26 @@ class PI0(PartlyFrozen, HeadPolicy):
         self.action_out = nn.Linear(size, self.width)  # W_out
         periods = SHORTEST * (LONGEST / SHORTEST) ** torch.linspace(0, 1, size // 2, dtype=torch.float64)
         self.register_buffer("frequencies", math.tau / periods, persistent=False)  # turns of up to 1571: float64
+
+    def _begin_with(self, path: str) -> None:
+        """Load a checkpoint, and the statistics that it was trained with, if it brings any of this robot's size."""
+        load_pretrained(self, path)
+        found = statistics_at(path)
+        for name, module, size in (("state", self.state, self.state.size), ("action", self.scale, self.size)):
+            if name not in found:
+                log.warning("policy.weights: %s brings no statistics of the %s: they are fitted here", path, name)
+            elif len(found[name]["mean"]) != size:
+                log.warning(
+                    "policy.weights: %s brings statistics of %d numbers of the %s, and this robot has %d: they are "
+                    "fitted here", path, len(found[name]["mean"]), name, size,
+                )  # fmt: skip
+            elif name == "action" and self.scale.kind != "std":
+                raise ConfigError(f"{path} was trained on actions of mean 0 and deviation 1: say policy.scale=std")
+            else:
+                module.keep(found[name]["mean"], found[name]["std"])
+                log.info("policy.weights: the %s is normalised as there: %s", name, {
+                    kind: [round(each, 4) for each in values.tolist()] for kind, values in found[name].items()
+                })  # fmt: skip
 
     def _freeze(self, freeze: Sequence[str], lora: int | None) -> None:
         for name in (name for part in (freeze if lora is None else PARTS) for name in PARTS[part]):
@@ -197,7 +224,7 @@ class PI0(PartlyFrozen, HeadPolicy):
     def _seen(self, *images: Tensor) -> Tensor:
         """Encode the images of n cameras, uint8 [B, h, w, 3] each -> tokens [n B, patches, width]."""
         rows = [image.flatten(0, image.ndim - 4).permute(0, 3, 1, 2) for image in images]
-        pixels = torch.cat([fitted(row.float() / 127.5 - 1, self.image) for row in rows])
+        pixels = torch.cat([fitted(row.float() / 127.5 - 1, self.image, antialias=self.antialias) for row in rows])
         features = self.vision(pixel_values=pixels.to(self.precision)).last_hidden_state
         return _linear(self.image_projection, features)
 
@@ -276,13 +303,15 @@ class PI0(PartlyFrozen, HeadPolicy):
         return torch.autocast(self.frequencies.device.type, self.precision, enabled=is_cast)
 
 
-def fitted(pixels: Tensor, size: int) -> Tensor:
+def fitted(pixels: Tensor, size: int, *, antialias: bool) -> Tensor:
     """Resize images [B, 3, h, w] in [-1, 1] into a square of `size` pixels; keep their aspect, fill with black (-1)."""
     height, width = pixels.shape[-2:]
     longest = max(height, width)
     inner = (max(1, height * size // longest), max(1, width * size // longest))
     if inner != (height, width):
-        pixels = functional.interpolate(pixels, inner, mode="bilinear", align_corners=False, antialias=size < longest)
+        pixels = functional.interpolate(
+            pixels, inner, mode="bilinear", align_corners=False, antialias=antialias and size < longest
+        )
     top, left = (size - inner[0]) // 2, (size - inner[1]) // 2
     return functional.pad(pixels, (left, size - inner[1] - left, top, size - inner[0] - top), value=-1.0)
 

@@ -5,6 +5,7 @@ January 2025 names the backbone's parts differently. In both, the word embedding
 be stored under its name.
 """
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -38,6 +39,11 @@ UNUSED = (  # tensors that are not needed: the expert's word embeddings, the las
     r"language\.layers\.{last}\.(mlp|post_attention_layernorm|self_attn\.[qo]_proj)\.",
 )  # fmt: skip
 
+NAMES = {  # what statistics are called: lerobot's processors, lerobot until 2025, openpi
+    "state": r"(observation\.state|normalize_inputs\.buffer_observation_state|state)",
+    "action": r"(action|unnormalize_outputs\.buffer_action|actions)",
+}
+
 
 def load_pretrained(policy: nn.Module, weights: str) -> None:
     """Load a checkpoint into the policy.
@@ -70,6 +76,48 @@ def load_pretrained(policy: nn.Module, weights: str) -> None:
         for name in own.keys() & found.keys():
             own[name].copy_(found[name])
     log.info("policy.weights: %d tensors loaded from %s", len(found), file)
+
+
+def is_lerobots(weights: str) -> bool:
+    """Return whether a checkpoint has lerobot's layout, which puts `model.` before every name; openpi's has not."""
+    path = Path(weights).expanduser()
+    with safetensors.safe_open(path / "model.safetensors" if path.is_dir() else path, "pt") as tensors:
+        return any(name.startswith("model.") for name in tensors.keys())  # noqa: SIM118 - no dict
+
+
+def statistics_at(weights: str) -> dict[str, dict[str, Tensor]]:
+    """Read {state, action: {mean, std: [n]}} with which a checkpoint was trained; what it does not bring is left out.
+
+    lerobot keeps them beside its processors, until 2025 among the weights; openpi in assets/<dataset>/norm_stats.json.
+    Raises ConfigError if openpi's has several datasets.
+    """
+    folder = Path(weights).expanduser()
+    folder = folder if folder.is_dir() else folder.parent
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, value in _numbers(folder).items():
+        for ours, theirs in NAMES.items():
+            for kind in ("mean", "std"):
+                if re.fullmatch(rf"{theirs}\.{kind}", name) and value.isfinite().all():
+                    found.setdefault(ours, {})[kind] = value.float().flatten()
+    return {name: kinds for name, kinds in found.items() if len(kinds) == 2}
+
+
+def _numbers(folder: Path) -> dict[str, Tensor]:
+    """Return all statistics that are there, by the names that they have."""
+    found: dict[str, Tensor] = {}
+    for file in (*folder.glob("*normalizer_processor.safetensors"), folder / "model.safetensors"):
+        if file.is_file():
+            with safetensors.safe_open(file, "pt") as tensors:
+                names = [name for name in tensors.keys() if name.endswith((".mean", ".std"))]  # noqa: SIM118 - no dict
+                found |= {name.removeprefix("model."): tensors.get_tensor(name) for name in names}
+    assets = [*folder.glob("assets/**/norm_stats.json"), *folder.glob("norm_stats.json")]
+    if len(assets) > 1:
+        raise ConfigError(f"{folder / 'assets'} has statistics of several datasets: remove all but this robot's")
+    for file in assets:
+        told = json.loads(file.read_text())
+        for name, kinds in told.get("norm_stats", told).items():
+            found |= {f"{name}.{kind}": torch.tensor(kinds[kind]) for kind in ("mean", "std")}
+    return found
 
 
 def _read(file: Path) -> dict[str, Tensor]:

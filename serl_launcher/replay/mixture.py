@@ -377,9 +377,8 @@ class ReplayMixture:
 
 
 def statistics(mixture: ReplayMixture, name: str) -> dict[str, dict[str, Array]]:
-    """Return {mean, std, low, high, q01, q99: {column: [*shape]}} of the actions and of each float observation.
-
-    q01, q99: the quantiles of 1 and 99 %.
+    """Return {mean, std, low, high, q01, q99 (the quantiles of 1 and 99 %): {column: [*shape]}} of the actions and of
+    each float observation.
 
     name: the source or view. Values beyond their limits are left out, unless there are no others: an operator may
     have taken such an episode back. Raises ConfigError if it is empty.

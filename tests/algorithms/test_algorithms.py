@@ -28,7 +28,7 @@ from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.types import Window
 from tests.shared.common import CONFIG, STATE
-from tests.shared.lerobot_policies import ACT
+from tests.shared.lerobot_policies import ACT, ACT_WORD
 from tests.shared.models import CAMERA, REACH, act, assert_same, batch, config_of, differences, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,7 +92,7 @@ TOY_SIZES = {  # words that make an algorithm small which is too large for the t
         "algo.model.latent=16", "algo.model.hidden=[32,32]", "algo.model.encoder_hidden=[32]", "algo.hidden=[32,32]",
         "algo.mppi.samples=32", "algo.mppi.prior_samples=4", "algo.mppi.elites=8", "algo.mppi.iterations=3",
     ),
-    "options": (f"policy.options={ACT}".replace("'", "").replace("None", "null"), "algo.optimizer.learning_rate=3e-3"),
+    "options": (ACT_WORD, "algo.optimizer.learning_rate=3e-3"),
 }  # fmt: skip
 DREAMERS = {name for name in ALGORITHMS if name.startswith("dreamer")}  # states are not normalised
 PICTURES = {"world_models", "world_models_tiny"}  # no states are seen

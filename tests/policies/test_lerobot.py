@@ -10,11 +10,13 @@ import torch
 from hydra.utils import instantiate
 from serl_client import ConfigError
 
+from serl_launcher.policies import pi0_lerobot
 from serl_launcher.types import Window
 from tests.shared import lerobot_policies as small
 from tests.shared.common import STATE
 from tests.shared.lerobot_policies import SIDE, SPEC, TOP
 from tests.shared.models import assert_same, batch, config_of
+from tests.shared.pi0 import randomise
 
 pytest.importorskip("lerobot", reason="the extra `data` is not installed: . examples/install.sh --extra data")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -94,6 +96,31 @@ def test_loss_and_chunk_are_those_of_lerobot_and_what_is_saved_gives_them_there(
     torch.testing.assert_close(moved, there.clamp(-3, 3), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.skipif(not NEWEST, reason="lerobot 0.6 on Python 3.12")
+@pytest.mark.parametrize("scale", ["std", "range"])
+def test_our_pi0_gives_the_same_chunk_in_lerobot(scale, folder, words, tmp_path, monkeypatch):
+    sizes = {"width": 32, "mlp": 64, "expert_width": 32, "expert_mlp": 64, "depth": 2, "heads": 8, "head_dim": 8}
+    vision = {"width": 16, "depth": 1, "heads": 2, "mlp": 32, "patch": 14, "image": 28}
+    options = {"gemma": {**sizes, "kv_heads": 1, "vocabulary": 300}, "vision": vision, "horizon": 6, "width": 32}
+    config = config_of("+policy=pi0_tiny", "head.steps=3").policy
+    policy = instantiate(config)(SPEC, tokenizer=str(words), prompt_tokens=48, scale=scale, resize="plain", **options)
+    randomise(policy)
+    for module in (policy.state, policy.scale):
+        module.set_statistics(FITTED)
+    (saved := tmp_path / "saved").mkdir()
+    with pytest.raises(ConfigError, match="has the sizes of policy=pi0 alone"):
+        pi0_lerobot.save(policy, SPEC, saved)
+    monkeypatch.setattr(pi0_lerobot, "VARIANTS", {(32, 64): "gemma_2b"})
+    pi0_lerobot.save(policy, SPEC, saved)
+    given = batch(SPEC, 3, window=Window(policy.offsets), task=small.TASKS)
+    seen = {name: value[:, 0] for name, value in given.observation.items()}
+    noise = torch.randn(1, 3, 6, 32, generator=torch.Generator().manual_seed(5))
+    chunk = policy.sample(seen, task=small.TASKS, noise=noise.unsqueeze(2))[0]
+    there = small.Theirs(saved).chunk(given.observation, small.TASKS, noise[0]).clamp(-3, 3)
+    assert chunk.std(0).max() > 0.01
+    torch.testing.assert_close(chunk, there, atol=1e-4, rtol=1e-4)
+
+
 def test_a_loss_for_all_rows_draws_them_by_weight_and_its_random_numbers_come_from_the_rows():
     policy = ours(type="act", options=small.ACT)
     given = rows(policy)
@@ -106,6 +133,17 @@ def test_a_loss_for_all_rows_draws_them_by_weight_and_its_random_numbers_come_fr
     assert not torch.equal(policy(replace(given, seed=given.seed + 1))[0], first)
     one = policy(given.rows(torch.tensor([1, 1, 1])))[0]
     assert torch.equal(policy(replace(given, weight=torch.tensor([0.0, 2.0, 0.0])))[0], one)
+
+
+def test_the_average_that_acts_has_the_running_statistics_of_what_is_trained():
+    plain = {**small.SMALL["diffusion"], "use_group_norm": False}
+    words = ("algo=rejection_lerobot", "policy.type=diffusion", "algo.idle_filter.threshold=0")
+    algorithm = instantiate(config_of(*words).algo, policy={"options": plain})(SPEC)
+    algorithm.update(batch(SPEC, 4, window=algorithm.windows["update"]))
+    running = {name: value for name, value in algorithm.policy.named_buffers() if name.endswith("running_mean")}
+    assert running
+    assert all(value.abs().max() > 0 for value in running.values())
+    assert_same(running, {name: value for name, value in algorithm.averaged.named_buffers() if name in running})
 
 
 def test_statistics_of_the_folder_stay_and_those_of_random_weights_are_fitted_and_published(folder):

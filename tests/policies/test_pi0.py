@@ -152,14 +152,14 @@ def test_image_tokens_are_those_of_a_plain_tower():
 
 def test_images_keep_their_shape_and_black_bars_fill_the_square():
     image = torch.rand(2, 3, 48, 64) * 2 - 1
-    inside = fitted(image, 64)
+    inside = fitted(image, 64, antialias=True)
     assert torch.equal(inside[:, :, 8:56], image)
     assert (inside[:, :, :8] == -1).all()
     assert (inside[:, :, 56:] == -1).all()
-    shrunk = fitted(torch.full((1, 3, 128, 96), 0.5), 64)
+    shrunk = fitted(torch.full((1, 3, 128, 96), 0.5), 64, antialias=True)
     torch.testing.assert_close(shrunk[:, :, :, 8:56], torch.full((1, 3, 64, 48), 0.5))
     assert (shrunk[:, :, :, :8] == -1).all()
-    assert fitted(torch.zeros(1, 3, 30, 97), 64).shape == (1, 3, 64, 64)
+    assert fitted(torch.zeros(1, 3, 30, 97), 64, antialias=True).shape == (1, 3, 64, 64)
 
 
 # -- cameras and states

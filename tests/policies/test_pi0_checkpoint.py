@@ -1,5 +1,8 @@
 """PI0 begins with the checkpoints of others, and sends what those who act need."""
 
+import json
+import shutil
+
 import numpy as np
 import pytest
 import safetensors.torch
@@ -132,6 +135,77 @@ def test_checkpoints_of_others_load_whole_and_where_they_belong(reference, tmp_p
         policy = make(LEFT)
         load_pretrained(policy, str(path))
         assert torch.equal(action_of(policy), action)
+    resized = [make(LEFT, weights=str(tmp_path), scale="std", resize=how).antialias for how in ("auto", "antialias")]
+    assert resized == [layout == "openpi", True]
+
+
+STATISTICS = {
+    "state": (torch.arange(5.0), torch.arange(1.0, 6)),
+    "action": (torch.tensor([0.1, 0.2]), torch.ones(2) / 4),
+}
+
+
+def brings(folder, layout, weights, action=2):
+    """Write a checkpoint with statistics as each of its authors keeps them."""
+    names = {
+        "lerobot": ("observation.state.{}", "action.{}"),
+        "lerobot_2025": ("normalize_inputs.buffer_observation_state.{}", "unnormalize_outputs.buffer_action.{}"),
+        "openpi": ("state.{}", "actions.{}"),
+    }[layout]
+    numbers = {
+        name.format(kind): value[:action] if part == "action" else value
+        for (part, values), name in zip(STATISTICS.items(), names, strict=True)
+        for kind, value in zip(("mean", "std"), values, strict=True)
+    }
+    if layout == "lerobot_2025":
+        weights = {name: value for name, value in weights.items() if not name.startswith(("normalize", "unnormalize"))}
+        weights |= numbers
+    if layout == "lerobot":
+        safetensors.torch.save_file(numbers, folder / "policy_preprocessor_step_5_normalizer_processor.safetensors")
+    if layout == "openpi":
+        (folder / "assets/trossen").mkdir(parents=True)
+        told = {}
+        for name, value in numbers.items():
+            told.setdefault(name.partition(".")[0], {})[name.rpartition(".")[2]] = value.tolist()
+        (folder / "assets/trossen/norm_stats.json").write_text(json.dumps({"norm_stats": told}))
+    safetensors.torch.save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("layout", ["lerobot", "lerobot_2025", "openpi"])
+def test_statistics_that_a_checkpoint_brings_are_kept_and_acted_by(reference, tmp_path, layout):
+    brings(tmp_path, layout, checkpoint(reference, layout))
+    paths = (tmp_path, tmp_path / "model.safetensors")
+    kept, plain = (make(LEFT, weights=str(path), scale="std") for path in paths)
+    other = {kind: {STATE: np.full(5, 9.0), "action": np.full(2, 0.5)} for kind in ("mean", "std", "low", "high")}
+    for policy in (kept, plain):
+        for module in (policy.state, policy.scale):
+            module.set_statistics(other)
+        assert torch.equal(policy.state.mean, STATISTICS["state"][0])
+        assert torch.equal(policy.state.std, STATISTICS["state"][1])
+    torch.testing.assert_close(kept.scale.to_unit(STATISTICS["action"][0] + 1 / 4), torch.ones(2))
+    assert torch.equal(kept.scale.from_unit(torch.zeros(2)), STATISTICS["action"][0])
+
+
+def test_statistics_of_another_robot_or_none_are_told_and_fitted_here(reference, tmp_path, caplog):
+    caplog.set_level("WARNING")
+    brings(tmp_path, "lerobot", checkpoint(reference, "lerobot"), action=1)
+    policy = make(LEFT, weights=str(tmp_path), scale="std")
+    assert "brings statistics of 1 numbers of the action, and this robot has 2: they are fitted here" in caplog.text
+    assert (policy.state.is_given, policy.scale.is_given) == (True, False)
+    (tmp_path / "policy_preprocessor_step_5_normalizer_processor.safetensors").unlink()
+    caplog.clear()
+    policy = make(LEFT, weights=str(tmp_path), scale="std")
+    assert caplog.text.count("brings no statistics of the ") == 2
+    assert not policy.state.is_given
+
+
+def test_what_would_scale_otherwise_than_the_checkpoint_is_refused(reference, tmp_path):
+    brings(tmp_path, "openpi", checkpoint(reference, "openpi"))
+    with pytest.raises(ConfigError, match=r"say policy\.scale=std"):
+        make(LEFT, weights=str(tmp_path), scale="range")
+    shutil.copytree(tmp_path / "assets/trossen", tmp_path / "assets/libero")
+    with pytest.raises(ConfigError, match="statistics of several datasets: remove all but this robot's"):
+        make(LEFT, weights=str(tmp_path), scale="std")
 
 
 def test_a_policy_begins_with_its_checkpoint_whatever_then_trains_of_it(reference, tmp_path):

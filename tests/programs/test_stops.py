@@ -18,6 +18,7 @@ import pytest
 
 from tests.shared import oracle
 from tests.shared.common import ROOT
+from tests.shared.lerobot_policies import ACT_WORD
 
 WARM_UP, TOLERANCE, UTD = 60, 64, 1
 COMMON = [
@@ -35,6 +36,10 @@ RUNS = {  # name: (how often it is stopped, its words)
         f'plan.phases.practise.start_when="online.steps >= {WARM_UP}"',
     ]),
     "hiors": (20, [*HIORS, "policy=flow", "policy.network.hidden=[32,32]", "batch_size=16"]),
+    "an ACT of lerobot on two ranks": (5, [
+        *HIORS, "algo=rejection_lerobot", ACT_WORD, "policy.rename={observation.state: observation.environment_state}",
+        "batch_size=8", "ranks=2",
+    ]),
     "pi0 on two ranks": (5, [*HIORS, "policy=pi0_tiny", "batch_size=8", "ranks=2", "sharding=zero2"]),
 }  # fmt: skip
 FALSE = ("too slow", "handshake", "Traceback", "phase None", "errors.log", "crash", "updates dropped", "giving up")

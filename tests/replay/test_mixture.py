@@ -68,6 +68,7 @@ def test_statistics_are_of_each_column_of_what_a_view_holds(push, sources, make_
     found = statistics(sources(), "success")
     assert {name: column[STATE].tolist() for name, column in found.items()} == {
         "mean": [3, 1] * 4, "std": pytest.approx([2, (2 / 3) ** 0.5] * 4), "low": [1, 0] * 4, "high": [5, 2] * 4,
+        "q01": pytest.approx([1, 0] * 4), "q99": pytest.approx([5, 2] * 4),
     }  # fmt: skip
     assert found["low"]["action"].tolist() == found["high"]["action"].tolist() == [0.5, 0.5]
 

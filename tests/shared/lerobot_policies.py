@@ -20,6 +20,7 @@ ACT = {
     "chunk_size": 6, "n_action_steps": 6, "dim_model": 32, "n_heads": 2, "dim_feedforward": 64, "n_encoder_layers": 1,
     "n_vae_encoder_layers": 1, "latent_dim": 4, "pretrained_backbone_weights": None,
 }  # fmt: skip
+ACT_WORD = f"policy.options={ACT}".replace("'", "").replace("None", "null")  # of the command line
 PI = {"chunk_size": 6, "n_action_steps": 6, "image_resolution": [28, 28], "num_inference_steps": 3}
 SMALL = {
     "act": ACT,
@@ -161,7 +162,7 @@ class Theirs:
 
     def chunk(self, observation, task, noise):
         """A chunk of each row, by `select_action` where it needs a history."""
-        self.policy.reset()
+        self.policy.eval().reset()
         seen, given = self._seen(observation), {"task": list(task)}
         if self.config.type != "diffusion":
             words = {} if self.config.type == "act" else {"noise": noise}
