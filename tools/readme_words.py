@@ -22,7 +22,7 @@ NOT_RUN = {  # a regular expression of whole commands: why nobody gives them her
     r".*/models/.*|.*/path/to/.*": "needs a file that only its owner has",
     r"examples/robomimic/\S+\.sh.*": "installs robosuite, 1.1 GB",
     r"examples/(dmc|metaworld)/\S+\.sh.*": "installs dm_control or Meta-World, 0.4 GB each",
-    r".*tools/study\.py (control|memory|pick_cube|planning|world_models).*": "takes minutes for each missing run",
+    r".*tools/study\.py (act|act_more|control|memory|pick_cube|planning|world_models).*": "takes minutes for each missing run",
     r".*uv pip install.*|.*LunarLander.*|.*PushT-v0.*": "installs packages that are none of ours",
     r".*tools/study\.py .* -- .*": "takes an hour",
     r".*tools/bench\.py(?! --help).*": "measures, for minutes, and asks for an idle machine",

@@ -12,13 +12,12 @@ import argparse
 import inspect
 from pathlib import Path
 
-from tools.studies import clones, curves, hiors, improve, models, reward
+from tools.studies import act, clones, curves, hiors, improve, models, reward
 from tools.studies.cells import Study, lines
 from tools.studies.runs import ROOT
 
-STUDIES: dict[str, Study] = {
-    name: study for module in (clones, curves, hiors, improve, models, reward) for name, study in module.STUDIES.items()
-}
+MODULES = (act, clones, curves, hiors, improve, models, reward)
+STUDIES: dict[str, Study] = {name: study for module in MODULES for name, study in module.STUDIES.items()}
 
 
 def main() -> None:

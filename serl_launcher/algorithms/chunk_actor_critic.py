@@ -21,19 +21,20 @@ from serl_launcher.networks.critics import Critic, Target
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.optim.optimizer import Optimizer
-from serl_launcher.policies.base import Policy
+from serl_launcher.policies.base import Policy, ScaledPolicy
 from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Batch, Metrics, Observation, Window
 
+SAMPLING = ("dsrl", "expo", "parl", "qc")  # algorithms that only sample the policy, and have it imitate
 NEXT = 1  # stream of a row's random numbers for the action that follows; stream 0 is of the present one
 
 
 class Parts:
     """The policy, the critics and their optimisers, of which a ChunkActorCritic is made.
 
-    algo: the algorithm's name, for errors. policy: makes the policy from the Spec, with any head, for one observation
-        and without `max_delay`.
+    algo: the algorithm's name. policy: makes the policy from the Spec, for one observation and without `max_delay`: one
+        with any head, or any ScaledPolicy for an algorithm of SAMPLING.
     critic_horizon: h, actions of a chunk that the critics judge; cut to the chunk's length H.
     encoder: makes the critics' encoder, trained with them; None: the features of the policy, which they do not train.
     optimizer: makes the policy's optimiser. critic_optimizer: makes the critics'.
@@ -47,7 +48,7 @@ class Parts:
         optimizer: Callable[[nn.Module], Optimizer], critic_optimizer: Callable[[nn.Module], Optimizer],
         discount: float, tau: float, augment: Callable[[], Augment] | None,
     ) -> None:  # fmt: skip
-        self.policy = _checked(policy(spec), algo)
+        self.policy: Any = _checked(policy(spec), algo)
         features, horizon = features_of(spec, self.policy, encoder), min(critic_horizon, self.policy.horizon)
         self.critic = critic(spec, encoder=features, horizon=horizon, scale=self.policy.scale)
         self.policy_optimizer, self.critic_optimizer = optimizer(self.policy), critic_optimizer(self.critic)
@@ -162,10 +163,16 @@ class ActsByCritic(ActsByWrapped):
         return self.acts.critic
 
 
-def _checked(policy: Policy, algo: str) -> HeadPolicy:
+def _checked(policy: Policy, algo: str) -> ScaledPolicy:
     """Return the policy. Raises ConfigError for one without chunks, with a history, or with a `max_delay`."""
-    if not isinstance(policy, HeadPolicy):
-        raise ConfigError(f"algo={algo} needs chunks: say policy=flow or policy=chunk, not {type(policy).__name__}")
+    if not isinstance(policy, ScaledPolicy if algo in SAMPLING else HeadPolicy):
+        name = type(policy).__name__
+        raise ConfigError(f"algo={algo} needs a policy with a head: say policy=flow or policy=chunk, not {name}")
+    if len(policy.offsets["action"]) != policy.horizon:
+        raise ConfigError(
+            f"algo={algo} judges chunks as they are learned, and this one acts with {policy.horizon} of "
+            f"{len(policy.offsets['action'])} actions: say the same number as policy.options={{n_action_steps: ...}}"
+        )
     if policy.history > 1:
         raise ConfigError(f"algo={algo} has critics of one observation: say policy.history=1")
     if policy.max_delay:
@@ -174,9 +181,11 @@ def _checked(policy: Policy, algo: str) -> HeadPolicy:
 
 
 def features_of(
-    spec: Spec, policy: HeadPolicy, encoder: Callable[[Spec], "ObservationEncoder | PolicyFeatures"] | None
+    spec: Spec, policy: Policy, encoder: Callable[[Spec], "ObservationEncoder | PolicyFeatures"] | None
 ) -> Any:
     """Make an encoder of observations; None: return the policy's features, untrained."""
+    if encoder is None and not isinstance(policy, HeadPolicy):
+        raise ConfigError(f"{type(policy).__name__} has no features for critics: leave algo.encoder as it is")
     return encoder(spec) if encoder else PolicyFeatures(policy)
 
 

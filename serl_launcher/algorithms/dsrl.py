@@ -26,7 +26,7 @@ from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.optim.optimizer import Optimizer
-from serl_launcher.policies.chunk import HeadPolicy
+from serl_launcher.policies.base import ScaledPolicy
 from serl_launcher.policies.gaussian import GaussianPolicy
 from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Batch, Metrics, Observation
@@ -39,7 +39,7 @@ class Steered(Wrapped):
 
     mode_at_zero = True
 
-    def __init__(self, policy: HeadPolicy, noise_policy: GaussianPolicy, rows: int) -> None:
+    def __init__(self, policy: ScaledPolicy, noise_policy: GaussianPolicy, rows: int) -> None:
         super().__init__(policy)
         self.noise_policy, self.rows = noise_policy, rows
 
@@ -53,7 +53,7 @@ class Steered(Wrapped):
 
     def chunk(self, observation: Observation, task: Sequence[str], noise: Tensor) -> Tensor:
         """Return the chunks [B, H, A] that the policy makes of noise [B, rows * D]."""
-        horizon = self.policy.horizon
+        horizon = self.policy.noise_shape[-2]
         row = torch.arange(horizon, device=noise.device) * self.rows // horizon
         repeated = noise.unflatten(1, (self.rows, -1))[:, row]  # [B, H, D]
         return self.policy.sample(observation, task=task, noise=repeated[None, :, None])[0]
@@ -79,10 +79,11 @@ class DSRL(ActsByWrapped):
     ) -> None:  # fmt: skip
         made = Parts(spec, "dsrl", encoder=encoder, critic=critic, **parts)
         policy = made.policy
-        if policy.noise_shape[0] != 1 or policy.head.is_deterministic or policy.mode_at_zero:
+        if policy.noise_shape[0] != 1 or policy.is_deterministic or policy.mode_at_zero:
+            name = type(getattr(policy, "head", policy)).__name__
             raise ConfigError(
-                f"algo=dsrl steers by the noise at which a sampler starts, and {type(policy.head).__name__} has another"
-                ": say policy=flow, or policy=chunk with head=ddim"
+                f"algo=dsrl steers by the noise at which a sampler starts, and {name} has another: say policy=flow, or "
+                "policy=chunk with head=ddim"
             )
         if (noise_rows is not None and not 1 <= noise_rows <= policy.horizon) or reach <= 0:
             raise ConfigError(

@@ -95,7 +95,8 @@ class RECAP(Algorithm):
             )
         made = _told(policy)(spec)
         if not isinstance(made, HeadPolicy):
-            raise ConfigError(f"algo=recap needs chunks: say policy=flow or policy=pi0, not {type(made).__name__}")
+            name = type(made).__name__
+            raise ConfigError(f"algo=recap needs a policy with a head: say policy=flow or policy=pi0, not {name}")
         self.conditioned = Conditioned(made, task_weight)
         features = features_of(spec, made, encoder)
         self.critic = critic(spec, encoder=features, horizon=0, scale=made.scale)

@@ -71,7 +71,7 @@ class SAC(Algorithm):
         if isinstance(self.policy, HeadPolicy) or not has_density:  # its density is not of the action
             raise ConfigError(
                 "algo=sac and algo=rlpd need a policy with a density and an encoder: say policy=gaussian, or "
-                f"algo=sac_pi0 with {type(self.policy).__name__}"
+                f"algo=sac_pi0 with policy=flow, not {type(self.policy).__name__}"
             )
         horizon, encoder = self.policy.horizon, copy.deepcopy(self.policy.encoder)
         self.critic = critic(spec, encoder=encoder, horizon=horizon)

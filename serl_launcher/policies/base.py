@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence, Set
 import torch
 from torch import Tensor, nn
 
+from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.types import Batch, Metrics, Observation, Prefix
 
 
@@ -76,3 +77,16 @@ class Policy(Acting):
         prefix: the chunks under way, only for a policy that `continues` them. The committed actions come back as they
             are.
         """
+
+
+class ScaledPolicy(Policy):
+    """A policy whose chunks may be judged, chosen, edited and steered from outside: its actions have a scale."""
+
+    scale: ActionScale
+    size: int  # A, numbers of an action
+    width: int  # D, numbers of an action's noise
+
+    @property
+    @abstractmethod
+    def is_deterministic(self) -> bool:
+        """Whether all samples for one observation are the same."""

@@ -20,7 +20,7 @@ from serl_launcher.networks.chunks import ChunkNetwork, ChunkSizes
 from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.networks.vision import ObservationEncoder
-from serl_launcher.policies.base import Policy
+from serl_launcher.policies.base import ScaledPolicy
 from serl_launcher.policies.guidance import Guidance, contrasted
 from serl_launcher.policies.heads.base import Head, Predict, Target
 from serl_launcher.policies.heads.flow import Flow
@@ -35,7 +35,7 @@ KNOWN = "task.known"  # added to an observation by `prepared`
 DELAY = 2  # stream of a row's random numbers for its delay; the other streams are the heads'
 
 
-class HeadPolicy(Policy):
+class HeadPolicy(ScaledPolicy):
     """What all policies with a head share. A subclass adds the network.
 
     head: makes the head, from `horizon` and `width`. horizon: H, actions of a chunk.
@@ -102,6 +102,10 @@ class HeadPolicy(Policy):
     @property
     def noise_shape(self) -> tuple[int, ...]:
         return self.head.noise_shape
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self.head.is_deterministic
 
     @property
     def offsets(self) -> dict[str, tuple[int, ...]]:

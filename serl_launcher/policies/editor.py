@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.mlp import ActionScale, mlp
 from serl_launcher.networks.vision import ObservationEncoder
-from serl_launcher.policies.chunk import Bounded, HeadPolicy
+from serl_launcher.policies.base import ScaledPolicy
+from serl_launcher.policies.chunk import Bounded
 from serl_launcher.policies.gaussian import squashed_log_prob
 from serl_launcher.policies.improved import Improved, best
 from serl_launcher.types import Observation
@@ -50,7 +51,7 @@ class Editor(nn.Module):
 class Edited(Improved):
     """Of n samples of `policy` and an edit of each, the one with the largest value: the on-the-fly policy of EXPO."""
 
-    def __init__(self, policy: HeadPolicy, critic: Critic, editor: Editor, *, samples: int) -> None:
+    def __init__(self, policy: ScaledPolicy, critic: Critic, editor: Editor, *, samples: int) -> None:
         super().__init__(policy, critic, samples=samples)
         if not 0 < editor.reach <= 1:
             raise ConfigError(f"algo.reach={editor.reach}: say more than 0 and at most 1")

@@ -14,7 +14,7 @@ from serl_client.errors import ConfigError
 from torch import Tensor
 
 from serl_launcher.networks.critics import Critic
-from serl_launcher.policies.chunk import HeadPolicy
+from serl_launcher.policies.base import ScaledPolicy
 from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Observation
 
@@ -29,7 +29,7 @@ class Improved(Wrapped):
     """
 
     def __init__(
-        self, policy: HeadPolicy, critic: Critic, *, samples: int, kept: int | None = None, steps: int = 0,
+        self, policy: ScaledPolicy, critic: Critic, *, samples: int, kept: int | None = None, steps: int = 0,
         step_size: float = 0.0, proposal_noise: float = 0.0,
     ) -> None:  # fmt: skip
         super().__init__(policy)
@@ -39,10 +39,11 @@ class Improved(Wrapped):
                 f"algo: samples={samples}, kept={kept}, steps={steps}, step_size={step_size}, proposal_noise="
                 f"{proposal_noise}: say 1 or more samples, 1 to that many kept, and the others not below zero"
             )
-        if policy.head.is_deterministic and samples > 1 and not proposal_noise:
+        if policy.is_deterministic and samples > 1 and not proposal_noise:
+            name = type(getattr(policy, "head", policy)).__name__
             raise ConfigError(
-                f"all samples of {type(policy.head).__name__} are the same, so there is no best of {samples}: say "
-                "algo.proposal_noise=0.1, algo.samples=1, or another head"
+                f"all samples of {name} are the same, so there is no best of {samples}: say algo.proposal_noise=0.1, "
+                "algo.samples=1, or another head"
             )
         self.critic = critic
         self.samples, self.kept, self.steps, self.step_size = samples, kept, steps, step_size

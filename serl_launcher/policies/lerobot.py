@@ -23,9 +23,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from serl_launcher.networks.mlp import SMALLEST_STD, Normaliser, Statistics
+from serl_launcher.networks.mlp import SMALLEST_STD, ActionScale, Normaliser, Statistics
 from serl_launcher.policies import lerobot_files as files
-from serl_launcher.policies.base import Policy
+from serl_launcher.policies.base import ScaledPolicy
 from serl_launcher.policies.frozen import PartlyFrozen
 from serl_launcher.types import Batch, Metrics, Observation, Prefix
 
@@ -38,7 +38,7 @@ PLAIN = {"mean": 0.0, "std": 1.0, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1
 OURS = {"mean": "mean", "std": "std", "min": "low", "max": "high"}
 
 
-class LeRobotPolicy(PartlyFrozen, Policy):
+class LeRobotPolicy(PartlyFrozen, ScaledPolicy):
     """A policy of lerobot for this robot.
 
     path: folder of a pretrained model of lerobot: config.json, model.safetensors, and the processors' files.
@@ -75,7 +75,7 @@ class LeRobotPolicy(PartlyFrozen, Policy):
             features = files.fitting(own, features, kind)
         self.fields = files.config(kind, own, options or {}, features)
         self.inputs = tuple(ours for ours, theirs in self._names.items() if theirs in features["input_features"])
-        self.size = spec.action.shape[0]
+        self.size, self.scale = spec.action.shape[0], ActionScale(spec.action, "range")  # of critics, and of edits
         self._place(kind)
         self.inner = files.made(kind, self.fields)
         self._pre, self._post, found = files.processors(self.fields, folder, tokenizer)
@@ -101,8 +101,12 @@ class LeRobotPolicy(PartlyFrozen, Policy):
         self._begins = -actions[0]  # rows of it before the newest observation
         self.horizon = self.fields.n_action_steps if kind == "diffusion" else self._rows
         self.mode_at_zero = kind == "act"  # it has no noise
-        width = getattr(self.fields, "max_action_dim", self.size)
-        self._noise = (1,) if kind == "act" else (self._rows, width)
+        self.width = getattr(self.fields, "max_action_dim", self.size)
+        self._noise = (1,) if kind == "act" else (1, self._rows, self.width)  # as that of a flow or DDIM of ours
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self.mode_at_zero
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
@@ -132,14 +136,13 @@ class LeRobotPolicy(PartlyFrozen, Policy):
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Return lerobot's loss [B], and what it tells of it."""
         by_row = "reduction" in _arguments(self.inner.forward)
-        is_shape = isinstance(batch.action, FakeTensor)
-        if not by_row and not is_shape:
+        if not by_row and not isinstance(batch.weight, FakeTensor):
             batch = batch.rows(_drawn(batch.weight))
         if not self.inner.training:
             self.inner.train()
         given = self._prepared(self._observed(batch.observation), batch.task)
         given |= {"action": _padded(batch), "action_is_pad": ~batch.valid}
-        with _Shapes() if is_shape else _seeded(batch.seed[0], batch.action.device):
+        with _seeded(batch.seed[0], batch.action.device):
             given = self._run(self._pre, given)
             loss, told = self.inner(given, reduction="none") if by_row else self.inner(given)
         numbers = {name: value for name, value in (told or {}).items() if isinstance(value, int | float)}
@@ -170,9 +173,9 @@ class LeRobotPolicy(PartlyFrozen, Policy):
                 if self.fields.image_features:
                     images = [given[name] for name in self.fields.image_features]
                     given["observation.images"] = torch.stack(images, dim=-4)
-                chunk = self.inner.diffusion.generate_actions(given, noise=noise)
+                chunk = self.inner.diffusion.generate_actions(given, noise=noise[:, 0])
             else:
-                words = {} if self.fields.type == "act" else {"noise": noise}
+                words = {} if self.fields.type == "act" else {"noise": noise[:, 0]}
                 chunk = self.inner.predict_action_chunk(given, **words)
         steps = importlib.import_module("lerobot.processor.converters")
         return self._run(self._post, chunk, steps.policy_action_to_transition, steps.transition_to_policy_action)
@@ -288,6 +291,10 @@ class _Shapes(TorchFunctionMode):
 @contextmanager
 def _seeded(seed: Tensor, device: torch.device) -> Iterator[None]:
     """Draw torch's global random numbers from this seed [] int64, and leave them as they were."""
+    if isinstance(seed, FakeTensor):
+        with _Shapes():
+            yield
+        return
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(int(seed))
         yield

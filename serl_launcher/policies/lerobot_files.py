@@ -51,10 +51,12 @@ def named(spec: Spec, cameras: Sequence[str], rename: Mapping[str, str]) -> dict
     """Return {the robot's name: the policy's} of what is offered to the policy."""
     for name in rename:
         if name not in spec.observation:
-            raise ConfigError(f"policy.rename: the robot has no {name}: {nearest(name, spec.observation)}")
+            near = nearest(name, spec.observation)
+            raise ConfigError(f"policy.rename: the robot has no {name}: use its names; {near}")
     wanted = set(spec.observation) if ALL in cameras else {IMAGES + name for name in cameras}
     if lacking := sorted(wanted - set(spec.observation)):
-        raise ConfigError(f"policy.cameras: the robot has no {lacking[0]}: {nearest(lacking[0], spec.observation)}")
+        near = nearest(lacking[0], spec.observation)
+        raise ConfigError(f"policy.cameras: the robot has no {lacking[0]}: use its names; {near}")
     names = {ours: rename.get(ours, ours) for ours in spec.observation}
     return {ours: theirs for ours, theirs in names.items() if not ours.startswith(IMAGES) or ours in wanted}
 
@@ -88,9 +90,9 @@ def fitting(fields: Mapping[str, Any], robot: dict[str, dict[str, Any]], kind: s
                 f"in 'policy.rename={{{there[0] if there else 'observation.state'}: {name}}}'"
             )
         if not resizes and list(about["shape"]) != here["shape"]:
-            cure = "say task.env.cameras.NAME.width and height" if name.startswith(IMAGES) else "take another policy"
             raise ConfigError(
-                f"policy.path: this {kind} reads {name} as {about['shape']}, and the robot has {here['shape']}: {cure}"
+                f"policy.path: this {kind} reads {name} as {about['shape']}, and the robot has {here['shape']}: take "
+                "another policy, or for an image say task.env.cameras.NAME.width and height"
             )
         chosen[name] = here
     action, own = (fields.get("output_features") or {}).get("action"), robot["output_features"]["action"]
@@ -109,7 +111,8 @@ def config(kind: str, fields: Mapping[str, Any], options: Mapping[str, Any], fea
     kind_of = policies.PreTrainedConfig.get_choice_class(kind)
     names = {field.name for field in dataclasses.fields(kind_of)}
     if strange := sorted(options.keys() - names):
-        raise ConfigError(f"policy.options: {kind} has no field {strange[0]!r}; {nearest(strange[0], names)}")
+        near = nearest(strange[0], names)
+        raise ConfigError(f"policy.options: {kind} has no field {strange[0]!r}: use those of lerobot; {near}")
     if strange := sorted(fields.keys() - names):
         log.warning("config.json has %s, which this lerobot does not know: left out", ", ".join(strange))
     known = {name: value for name, value in fields.items() if name in names}

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from serl_launcher.policies.base import Acting, Policy
-from serl_launcher.policies.chunk import HeadPolicy
+from serl_launcher.policies.base import Acting, Policy, ScaledPolicy
 from serl_launcher.types import Batch, Metrics, Observation, Prefix
 
 
@@ -17,7 +16,7 @@ class Wrapped(Policy):
     Its weights, and what is published of them, are those of all its parts, by the part's name.
     """
 
-    def __init__(self, policy: HeadPolicy) -> None:
+    def __init__(self, policy: ScaledPolicy) -> None:
         super().__init__()
         self.policy = policy
         self.horizon, self.history, self.inputs = policy.horizon, policy.history, policy.inputs

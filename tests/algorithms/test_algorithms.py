@@ -19,6 +19,7 @@ from serl_client import messages as m
 
 from serl_launcher.acting.host import PolicyHost, Question
 from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.algorithms.chunk_actor_critic import SAMPLING
 from serl_launcher.config import changeable, groups
 from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.store import weights as store
@@ -28,7 +29,7 @@ from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.types import Window
 from tests.shared.common import CONFIG, STATE
-from tests.shared.lerobot_policies import ACT, ACT_WORD
+from tests.shared.lerobot_policies import ACT_WORD, DIFFUSION_WORD
 from tests.shared.models import CAMERA, REACH, act, assert_same, batch, config_of, differences, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +46,7 @@ FITTED = {
 SIZES = {  # wherever an algorithm has them, of this kind
     "hidden": [16, 16], "steps": 2, "num_critics": 3, "channels": [8, 8], "encoder_hidden": [16], "latent": 16,
     "samples": 16, "prior_samples": 4, "elites": 4, "deter": 16, "units": 8, "length": 3, "imagined": 2,
-    "widths": [4, 4, 4], "picture": 32, "codes": 3, "episode_steps": 3, "population": 4, "options": ACT,
+    "widths": [4, 4, 4], "picture": 32, "codes": 3, "episode_steps": 3, "population": 4,
 }  # fmt: skip
 PI0 = ("policy=pi0_tiny", "policy.gemma.depth=1", "policy.vision.depth=1")
 CHUNKS = ("algo=sft", "policy=chunk")
@@ -69,6 +70,7 @@ CASES = [
     *(case(*CHUNKS, f"network={name}") for name in OFFERED["network"] if name not in LARGE),
     *(case("algo=rlpd", f"critic={name}") for name in OFFERED["critic"]),
     *(case(f"algo={name}") for name in ALGORITHMS),
+    *(case("policy=lerobot", "policy.type=diffusion", DIFFUSION_WORD, f"algo={name}") for name in SAMPLING),
     case("algo=sac_pi0", "policy.head.noise_level=0.3"),
     case("algo=rlpd_pixels", "algo.augment.brightness=0.2", "algo.augment.contrast=0.2"),
     case("algo=sft", *SCHEDULE),
@@ -119,7 +121,7 @@ JUDGED = [name for name in ALGORITHMS if hasattr(class_of(name), "update_critic"
 
 def small(*words):
     """The config of these words with small networks."""
-    more = PI0 if "algo=rejection_pi0" in words else ()
+    more = {"algo=rejection_pi0": PI0, "algo=rejection_lerobot": (ACT_WORD,)}.get(words[0], ())
     config = copy.deepcopy(config_of("ranks=1", "batch_size=8", *more, *words))
     OmegaConf.resolve(config)
     shrink(config.algo)

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 from serl_client import ConfigError, Feature
 
+from tests.shared.common import STATE
+from tests.shared.lerobot_policies import ACT_WORD
 from tests.shared.models import algorithm_of, robot
 
 PLAIN = robot(states=2, actions=3, cameras=())
@@ -14,6 +16,9 @@ STRANGE = "policy._target_=serl_launcher.networks.mlp.StateEncoder " + " ".join(
     f"~policy.{word}" for word in ("encoder", "hidden", "layer_norm", "log_std_low", "log_std_high")
 )
 DENSITY = r"need a policy with a density .* policy=gaussian, or algo=sac_pi0 with"
+OTHERS = ("guided", "fql", "iql", "recap", "sac_pi0", "sac")
+LEROBOT = f"policy=lerobot {ACT_WORD} policy.rename={{{STATE}:observation.environment_state}}"
+LEROBOT = LEROBOT.replace(", ", ",").replace(": ", ":")  # words are split by blanks
 CHUNKS = [f"algo={name}" for name in ("qc", "dsrl", "expo")]
 QUICK = [
     *((f"algo={name} {policy}", DENSITY) for name in ("sac", "rlpd") for policy in ("policy=flow", STRANGE)),
@@ -25,7 +30,7 @@ QUICK = [
     ("algo=hybrid policy=flow", r"algo=hybrid needs a policy of single actions .* policy=gaussian, not ChunkPolicy"),
     *((f"algo=iql algo.expectile={wrong}", "algo.expectile between 0 and 1") for wrong in (0.0, 1.0, -0.5)),
     ("algo=iql algo.beta=-1", "algo.beta of at least 0"),
-    ("algo=iql policy=gaussian", "algo=iql needs chunks: say policy=flow"),
+    ("algo=iql policy=gaussian", "algo=iql needs a policy with a head: say policy=flow"),
     ("algo=calql algo.cql_alpha=-0.1", "algo.cql_alpha of at least 0"),
     ("algo=calql algo.cql_samples=0", "one or more algo.cql_samples"),
     ("algo=calql policy=flow", "say policy=gaussian"),
@@ -52,13 +57,17 @@ SLOW = [
        r"Regression are the same, so there is no best of .*proposal_noise=0.1") for name in ("qc", "parl", "expo")),
     *((f"{algo} policy.history=2", f"{algo} .*policy.history=1") for algo in CHUNKS),
     *((f"{algo} policy.max_delay=1", f"{algo} .*policy.max_delay=0") for algo in CHUNKS),
-    *((f"{algo} policy=gaussian", f"{algo} needs chunks") for algo in (*CHUNKS, "algo=recap")),
+    *((f"{algo} policy=gaussian", f"{algo} needs a policy with a head") for algo in (*CHUNKS, "algo=recap")),
     *((f"algo=dsrl policy=chunk head={head}", r"steers by the noise .*head=ddim") for head in ("ddpm", "gaussian")),
     ("algo=guided policy=chunk head=mip", r"leads the steps of a sampler, which MIP does not have"),
     ("algo=fql policy=chunk head=ddim", r"distils a flow .*policy=flow"),
     ("algo=guided policy.head.path=trigonometric", r"policy.head.path=linear"),
     ("algo=guided algo.task_weight=2.0", r"policy.tasks=\[\.\.\.\] and algo.task_drop=0.1"),
     ("algo=guided algo.task_drop=1.0", r"a share below 1"),
+    *((f"algo={name} {LEROBOT}", "say policy=.*, not LeRobotPolicy") for name in OTHERS),
+    *((f"algo={name} {LEROBOT}", "LeRobotPolicy are the same, so there is no best") for name in ("qc", "expo", "parl")),
+    (f"algo=dsrl {LEROBOT}", "LeRobotPolicy has another: say policy=flow"),
+    (f"algo=qc algo.samples=1 algo.encoder=null {LEROBOT}", "LeRobotPolicy has no features for critics: leave"),
     ("algo=sac_pi0 policy=gaussian", "policy=flow or policy=pi0, not GaussianPolicy"),
 ]  # fmt: skip
 ROBOTS = [

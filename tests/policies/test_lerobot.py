@@ -82,7 +82,7 @@ def test_loss_and_chunk_are_those_of_lerobot_and_what_is_saved_gives_them_there(
     now = slice(None) if policy.history > 1 else 0
     seen = {name: value[:, now] for name, value in given.observation.items()}
     chunk = policy.sample(seen, task=small.TASKS, noise=noise)[0]
-    expected = theirs.chunk(given.observation, small.TASKS, noise[0])
+    expected = theirs.chunk(given.observation, small.TASKS, noise[0, :, 0])
     assert chunk.shape == (3, policy.horizon, 4)
     torch.testing.assert_close(chunk, expected.clamp(-3, 3), atol=1e-5, rtol=1e-5)
 
@@ -92,7 +92,7 @@ def test_loss_and_chunk_are_those_of_lerobot_and_what_is_saved_gives_them_there(
     moved = policy.sample(seen, task=small.TASKS, noise=noise)[0]
     assert not torch.equal(moved, chunk)
     policy.save(saved := tmp_path / "saved")
-    there = small.Theirs(saved).chunk(given.observation, small.TASKS, noise[0])
+    there = small.Theirs(saved).chunk(given.observation, small.TASKS, noise[0, :, 0])
     torch.testing.assert_close(moved, there.clamp(-3, 3), atol=1e-5, rtol=1e-5)
 
 
@@ -238,7 +238,7 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_sentence(spoil, said, fold
     ("options", "said"),
     [
         ({"type": "acr"}, "policy.type: no policy is called 'acr'; did you mean 'act'"),
-        ({"options": {"chunk": 3}}, "act has no field 'chunk'; did you mean 'chunk_size'"),
+        ({"options": {"chunk": 3}}, "act has no field 'chunk': use those of lerobot; did you mean 'chunk_size'"),
         ({"options": {"chunk_size": "many"}}, "policy.options: "),
         ({"options": small.ACT, "cameras": []}, "say policy.cameras=.*or 'policy.rename="),
         ({"options": small.ACT, "cameras": ["tip"]}, "the robot has no observation.images.tip"),

@@ -34,6 +34,11 @@ SMALL = {
     },
     "pi0": PI, "pi05": PI,
 }  # fmt: skip
+DIFFUSION_WORD = (  # of the command line: one observation, and chunks that run whole
+    "policy.options={n_obs_steps: 1, horizon: 8, n_action_steps: 8, down_dims: [8, 16], n_groups: 4, "
+    "spatial_softmax_num_keypoints: 2, diffusion_step_embed_dim: 8, num_inference_steps: 3, "
+    "noise_scheduler_type: DDIM, pretrained_backbone_weights: null}"
+)
 WORDS = (
     "<unk>", "<pad>", "<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>",
     "pick", "the", "cube",
