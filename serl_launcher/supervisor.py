@@ -15,6 +15,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ FAILURES, FAILING_S = 10, 3600.0  # inference may fail so often within so many s
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 END = signal.SIGUSR2  # ends a child. Those that a system sends to all processes of a job do not: the launcher decides
 AGAIN_AFTER_S = 1.0  # since the first signal, until another one counts: a script that is stopped passes on what we have
+AUTOGROUP_TRIES = 20  # 3 s
 KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit statuses of a process that others have ended
 REFUSED = 2  # exit status of a process that said in one sentence why it cannot run: another start does not help
 SERVER_BYTES = 40 << 30  # of the server at most: each of 512 connections may announce a frame of 64 MiB
@@ -222,13 +224,33 @@ class Supervisor:
 def _begin(name: str) -> None:
     """Run in a child before exec: the child is killed when its parent dies, and leaves Ctrl-C to the parent."""
     killed_with_parent()
-    os.setpgid(0, 0)
+    if name in BESIDE:  # see give_way
+        os.setsid()
+    else:
+        os.setpgid(0, 0)
     for number in (signal.SIGUSR1, signal.SIGTERM):  # a cluster and systemd send these to all processes of a job
         signal.signal(number, signal.SIG_IGN)
     if name == "server":  # torch and CUDA map more memory than they use, so a limit would end the other processes
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = SERVER_BYTES if hard == resource.RLIM_INFINITY else min(SERVER_BYTES, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+
+
+def give_way(nice: int) -> None:
+    """Take less of the CPU than others, also than those of other sessions, such as an actor in another terminal.
+
+    Linux shares the CPU among sessions before it looks at nice values (man 7 sched: autogroup). So the session gets the
+    value, too, where this process has one of its own.
+    """
+    os.nice(nice)
+    if os.getsid(0) != os.getpid():
+        return
+    with suppress(FileNotFoundError, PermissionError):  # a kernel without autogroups
+        for _ in range(AUTOGROUP_TRIES):  # the kernel takes one such value in 0.1 s from all users but root
+            with suppress(BlockingIOError):
+                Path("/proc/self/autogroup").write_text(str(nice))
+                return
+            time.sleep(0.15)
 
 
 def killed_with_parent() -> None:

@@ -184,9 +184,11 @@ def features_of(
     spec: Spec, policy: Policy, encoder: Callable[[Spec], "ObservationEncoder | PolicyFeatures"] | None
 ) -> Any:
     """Make an encoder of observations; None: return the policy's features, untrained."""
-    if encoder is None and not isinstance(policy, HeadPolicy):
+    if encoder is not None:
+        return encoder(spec)
+    if not isinstance(policy, HeadPolicy):
         raise ConfigError(f"{type(policy).__name__} has no features for critics: leave algo.encoder as it is")
-    return encoder(spec) if encoder else PolicyFeatures(policy)
+    return PolicyFeatures(policy)
 
 
 class PolicyFeatures(nn.Module):

@@ -28,6 +28,7 @@ SHARE = 0.01  # by which the mean |Q| moves towards a batch's; more in the first
 class Led(Wrapped):
     """Samples of `policy` that `critic` leads."""
 
+    policy: HeadPolicy  # type: ignore[assignment]
     size: Tensor  # [], mean |Q| in training
 
     def __init__(self, policy: HeadPolicy, critic: Critic, *, weight: float, task_weight: float) -> None:

@@ -48,6 +48,8 @@ MOVES = 0.02  # share by which the threshold moves towards a batch's; more in th
 class Conditioned(Wrapped):
     """Samples of `policy` with the condition. task_weight: of classifier-free guidance; 1: the condition alone."""
 
+    policy: HeadPolicy  # type: ignore[assignment]
+
     def __init__(self, policy: HeadPolicy, task_weight: float) -> None:
         super().__init__(policy)
         self.tasks, self.task_weight = (), task_weight

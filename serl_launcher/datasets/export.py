@@ -5,7 +5,6 @@ exporter.py decides what is written; shards.py says how, and what a killed expor
 """
 
 import logging
-import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from serl_launcher.datasets.names import INSTALL, LEFT_OUT, MANIFEST
 from serl_launcher.replay.verdicts import rewards_of_run
 from serl_launcher.service.link import capacities, connect, wait_for_spec
 from serl_launcher.store.index import Index
-from serl_launcher.supervisor import END
+from serl_launcher.supervisor import END, give_way
 from serl_launcher.training.plan import Plan
 from serl_launcher.training.plan_reader import plan_of
 
@@ -129,7 +128,7 @@ def export_run(run_dir: Path, count: int, sources: Sequence[str] | None = None) 
 # -- the process
 def export(config: DictConfig, run_dir: Path, local: str, plan: Plan) -> None:
     """Run the export process: export until END, then the rest for at most FINISH_S."""
-    os.nice(NICE)
+    give_way(NICE)
     signalled: list[float] = []
 
     def stop(*_: object) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import http
 import json
 import logging
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -39,7 +38,7 @@ from serl_launcher.page.folder import RunFolder
 from serl_launcher.page.links import links
 from serl_launcher.page.stream import CLOSE_S, NAME, Stream
 from serl_launcher.service.peers import KeyOwner
-from serl_launcher.supervisor import END
+from serl_launcher.supervisor import END, give_way
 
 log = throttled(__name__)
 
@@ -316,6 +315,6 @@ def _short(reason: str) -> str:
 def main(config: DictConfig, run_dir: Path, local: str, begun: Callable[[], None]) -> None:
     """Run the page's process until END; `begun` is called once it listens."""
     log_as("page", logging.INFO)
-    os.nice(19)
+    give_way(19)
     page = Page(run_dir, local, **wanted(config))
     asyncio.run(page.run(config.page, END, begun))

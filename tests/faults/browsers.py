@@ -11,15 +11,14 @@ again when it is cut. Each line says how many answers came within a second.
 import asyncio
 import itertools
 import json
-import os
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 
 from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 
+from serl_launcher.supervisor import give_way
 from tests.faults.proxy import Proxy
 
 MANY = 20
@@ -75,9 +74,7 @@ def compute() -> None:
 
 
 if __name__ == "__main__":
-    os.nice(19)
-    with suppress(OSError):  # a kernel that does not group by session
-        Path("/proc/self/autogroup").write_text("19")
+    give_way(19)
     if len(sys.argv) == 1:
         compute()
     asyncio.run(Crowd(int(sys.argv[1]), sys.argv[2]).come())
