@@ -284,4 +284,7 @@ def test_the_statistics_leave_out_what_is_not_finite_or_beyond_its_limit():
     found = statistics(Stored(), "demo")
     for name in (STATE, "action"):
         values = {kind: found[kind][name].tolist() for kind in found}
-        assert values == {"mean": [2.0, 3.0], "std": [1.0, 1.0], "low": [1.0, 2.0], "high": [3.0, 4.0]}
+        assert values == {
+            "mean": [2.0, 3.0], "std": [1.0, 1.0], "low": [1.0, 2.0], "high": [3.0, 4.0],
+            "q01": pytest.approx([1.02, 2.02]), "q99": pytest.approx([2.98, 3.98]),
+        }  # fmt: skip
