@@ -199,6 +199,8 @@ class LeRobotPolicy(PartlyFrozen, ScaledPolicy):
         for name, value in observation.items():
             is_image = name.startswith(IMAGES)
             given[self._names[name]] = value.movedim(-1, -3).float() / 255 if is_image else value
+        if files.STATE not in given and files.ENVIRONMENT in given:  # lerobot's ACT asks it for the device
+            given[files.STATE] = given[files.ENVIRONMENT]
         return given
 
     def _run(self, pipeline: Any, given: Any, enter: Any = None, leave: Any = None) -> Any:
@@ -310,7 +312,7 @@ def _drawn(weight: Tensor) -> Tensor:
 def _padded(batch: Batch) -> Tensor:
     """Return the actions [B, H, A], the last valid one in place of those behind the end."""
     steps = torch.arange(batch.action.shape[1], device=batch.length.device)
-    last = torch.minimum(steps, batch.length.unsqueeze(1) - 1)  # [B, H]
+    last = torch.minimum(steps, batch.length.unsqueeze(1) - 1).clamp_min(0)  # [B, H]; rows of zeros have no length
     return batch.action.gather(1, last.unsqueeze(-1).expand_as(batch.action))
 
 

@@ -129,7 +129,7 @@ def made(kind: str, config: Any) -> Any:
     """Build lerobot's policy."""
     try:
         policy = importlib.import_module("lerobot.policies.factory").get_policy_class(kind)(config)
-    except (ImportError, OSError, ValueError, NotImplementedError) as error:
+    except (AttributeError, ImportError, OSError, ValueError, NotImplementedError) as error:
         cure = ": install what is missing with `. examples/install.sh --extra vla`, or bring the files that it names"
         if isinstance(error, OSError) and getattr(config, "pretrained_backbone_weights", None):
             cure = ": without a network say 'policy.options={pretrained_backbone_weights: null}'"

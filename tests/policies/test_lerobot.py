@@ -11,6 +11,7 @@ from hydra.utils import instantiate
 from serl_client import ConfigError
 
 from serl_launcher.policies import pi0_lerobot
+from serl_launcher.training import build, memory
 from serl_launcher.types import Window
 from tests.shared import lerobot_policies as small
 from tests.shared.common import STATE
@@ -119,6 +120,19 @@ def test_our_pi0_gives_the_same_chunk_in_lerobot(scale, folder, words, tmp_path,
     there = small.Theirs(saved).chunk(given.observation, small.TASKS, noise[0]).clamp(-3, 3)
     assert chunk.std(0).max() > 0.01
     torch.testing.assert_close(chunk, there, atol=1e-4, rtol=1e-4)
+
+
+def test_without_images_an_act_reads_the_state_as_that_of_its_environment(caplog):
+    rename = {STATE: "observation.environment_state"}
+    policy = ours(type="act", options=small.ACT, cameras=[], rename=rename)
+    given = rows(policy)
+    assert policy(given)[0].isfinite().all()
+    assert policy.sample({STATE: given.observation[STATE][:, 0]}).shape == (1, 3, 6, 4)
+    config = config_of("algo=sft", "policy=lerobot", small.ACT_WORD, "policy.cameras=[]")
+    config.policy.rename = rename
+    need = memory.needed(build.untrained(config, SPEC), SPEC, 4, 1, 0)
+    assert need.activations > 0
+    assert "not counted" not in caplog.text
 
 
 def test_a_loss_for_all_rows_draws_them_by_weight_and_its_random_numbers_come_from_the_rows():
