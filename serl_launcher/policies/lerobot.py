@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 
 IMAGE_MEAN, IMAGE_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, which lerobot-train takes as well
 BACKBONE = "inner.model.backbone"  # ACT's ResNet
-READ = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99")}  # {mode: its statistics}
+# {mode of lerobot: its statistics}
+READ = {"MEAN_STD": ("mean", "std"), "MIN_MAX": ("min", "max"), "QUANTILES": ("q01", "q99"), "IDENTITY": ()}
 PLAIN = {"mean": 0.0, "std": 1.0, "min": -1.0, "max": 1.0, "q01": -1.0, "q99": 1.0}  # with these nothing changes
 OURS = {"mean": "mean", "std": "std", "min": "low", "max": "high"}
 
@@ -242,7 +243,11 @@ class _Scales(Normaliser):
         for feature, about in {**config.input_features, **config.output_features}.items():
             mode = config.normalization_mapping.get(about.type.value)
             shape = (about.shape[0], 1, 1) if about.type.value == "VISUAL" else tuple(about.shape)
-            for kind in READ.get(getattr(mode, "value", ""), ()):
+            if (how := getattr(mode, "value", "IDENTITY")) not in READ:
+                raise ConfigError(
+                    f"policy: {feature} is normalised by {how}, which is not read here: use another policy"
+                )
+            for kind in READ[how]:
                 name = f"{feature}/{kind}".replace(".", "/")
                 value = torch.full(shape, PLAIN[kind])
                 if about.type.value == "VISUAL" and kind in ("mean", "std") and shape[0] == 3:

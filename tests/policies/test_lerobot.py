@@ -254,6 +254,10 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_sentence(spoil, said, fold
         ({"type": "acr"}, "policy.type: no policy is called 'acr'; did you mean 'act'"),
         ({"options": {"chunk": 3}}, "act has no field 'chunk': use those of lerobot; did you mean 'chunk_size'"),
         ({"options": {"chunk_size": "many"}}, "policy.options: "),
+        (
+            {"options": {**small.ACT, "normalization_mapping": {"ACTION": "QUANTILE10"}}},
+            "action is normalised by QUANTILE10",
+        ),
         ({"options": small.ACT, "cameras": []}, "say policy.cameras=.*or 'policy.rename="),
         ({"options": small.ACT, "cameras": ["tip"]}, "the robot has no observation.images.tip"),
         ({"options": small.ACT, "rename": {"observation.images.up": TOP}}, "the robot has no observation.images.up"),
