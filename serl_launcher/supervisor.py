@@ -245,7 +245,7 @@ def give_way(nice: int) -> None:
     os.nice(nice)
     if os.getsid(0) != os.getpid():
         return
-    with suppress(FileNotFoundError, PermissionError):  # a kernel without autogroups
+    with suppress(OSError):  # a kernel without autogroups, or a system that keeps them from us
         for _ in range(AUTOGROUP_TRIES):  # the kernel takes one such value in 0.1 s from all users but root
             with suppress(BlockingIOError):
                 Path("/proc/self/autogroup").write_text(str(nice))

@@ -53,8 +53,10 @@ def drivers(run, keys, chromium, exits, request):  # noqa: F811
 
 
 def touched(tab, pad):
-    """Touch a pad until the browser is told otherwise; what ends it."""
-    box = tab.page.locator(f"[data-pad={pad}]").bounding_box()
+    """Scroll to a pad and touch it until the browser is told otherwise; what ends it."""
+    there = tab.page.locator(f"[data-pad={pad}]")
+    there.tap(trial=True)  # it scrolls, and waits until the pad is where a touch reaches it
+    box = there.bounding_box()
     link = tab.page.context.new_cdp_session(tab.page)
     at = [{"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2}]
     link.send("Input.dispatchTouchEvent", {"type": "touchStart", "touchPoints": at})
