@@ -6,6 +6,7 @@ wire         how long one observation and its answer take, beside a plain TCP ex
 ingest       how fast records come in over the wire, and until they are durable
 replay       how fast pairs of observations are drawn, beside a copy of the same bytes and lerobot's buffer
 update       how long an update of SAC and of RLPD takes, beside a minimal loop; how long publishing holds it up
+frozen       how long an update from cameras takes through a frozen backbone, beside one from states
 weights      how fast weights reach several receivers
 pi0          how fast PI0 answers and is trained, beside what the machine allows
 beside       what the acknowledgements of actors wait for, beside an attacker who has a valid key or a crowd of browsers
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before packages 
 from tests.benches import paired
 
 # each a file in tests/benches
-BENCHES = ("control", "wire", "ingest", "replay", "update", "weights", "pi0", "beside")
+BENCHES = ("control", "wire", "ingest", "replay", "update", "frozen", "weights", "pi0", "beside")
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Encodes observations: states, and camera images by a small convolutional network (CNN) per camera."""
+"""Encodes observations: states, and camera images by a small convolutional network (CNN) per camera, or by a backbone."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ from serl_client.errors import ConfigError
 from serl_client.spec import IMAGES, Spec
 from torch import Tensor, nn
 
+from serl_launcher.networks.backbone import Backbone
 from serl_launcher.networks.mlp import StateEncoder
 from serl_launcher.types import Observation
 
@@ -47,15 +48,16 @@ class ObservationEncoder(nn.Module):
     """Concatenate the normalised states of a Spec and `latent` features of each camera.
 
     Each camera has its own convolutions and a projection to `latent` numbers in (-1, 1) (Yarats et al. 2021, arXiv
-    2107.09645).
+    2107.09645). With a backbone there is one such projection, of what that says of all cameras.
     cameras: names, as in `observation.images.<name>`; `all`: every camera of the Spec; empty: states alone.
     channels: as in ImageTrunk. latent: features per camera.
+    backbone: a frozen network in the place of the convolutions; None: there is none.
     Raises ConfigError for a camera that the Spec lacks.
     """
 
     def __init__(
         self, spec: Spec, *, cameras: str | Sequence[str] = (), channels: Sequence[int] = (16, 32, 64, 64),
-        latent: int = 50,
+        latent: int = 50, backbone: Backbone | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         images = images_of(spec, [cameras] if isinstance(cameras, str) else cameras)
@@ -63,20 +65,31 @@ class ObservationEncoder(nn.Module):
         self.state = StateEncoder(spec) if has_state or not images else None
         states = self.state.sizes if self.state is not None else {}
         self.inputs = (*states, *images)
-        self.size = sum(states.values()) + latent * len(images)
-        self._images = images
-        trunks = [ImageTrunk(spec.observation[name].shape, channels) for name in images]
+        self.images, self.backbone = images, backbone
+        shapes = [spec.observation[name].shape for name in images]
+        trunks = [] if backbone else [ImageTrunk(shape, channels) for shape in shapes]
+        sizes = [each.size for each in trunks]
+        if backbone and images:
+            sizes = [sum(backbone.feature(shape).shape[0] for shape in shapes)]
         self.trunks = nn.ModuleList(trunks)
         self.projections = nn.ModuleList(
-            nn.Sequential(nn.Linear(trunk.size, latent), nn.LayerNorm(latent), nn.Tanh()) for trunk in trunks
+            nn.Sequential(nn.Linear(size, latent), nn.LayerNorm(latent), nn.Tanh()) for size in sizes
         )
+        self.size = sum(states.values()) + latent * len(sizes)
 
     def forward(self, observation: Observation) -> Tensor:
-        """Encode {name: [B, ...]}, with or without a time axis of one step -> [B, size]."""
+        """Encode {name: [B, ...]}, with or without a time axis of one step -> [B, size].
+
+        With a backbone an image may also be what that says of it, as in a batch: float16 [B, F].
+        """
         features = [] if self.state is None else [self.state(observation)]
-        for name, trunk, project in zip(self._images, self.trunks, self.projections, strict=True):
-            image = observation[name]
-            features.append(project(trunk(image.flatten(0, image.ndim - 4))))
+        images = [observation[name] for name in self.images]
+        if self.backbone and images:
+            seen = torch.cat([self.backbone(image) for image in images], -1)
+            features.append(self.projections[0](seen.flatten(0, -2).float()))
+        else:
+            for image, trunk, project in zip(images, self.trunks, self.projections, strict=True):
+                features.append(project(trunk(image.flatten(0, -4))))
         return features[0] if len(features) == 1 else torch.cat(features, -1)
 
 

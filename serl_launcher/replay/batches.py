@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from serl_client.spec import Array, Feature, Spec
 
-from serl_launcher.replay.derived import prefixed
 from serl_launcher.replay.windows import batch_arrays
 from serl_launcher.store.layout import Layout
 from serl_launcher.types import Batch, Window
@@ -63,11 +62,11 @@ def batch_of(
 
 
 def blank(
-    spec: Spec, window: Window, count: int, derived: Mapping[str, Feature] = MappingProxyType({})
+    spec: Spec, window: Window, count: int, made: Mapping[str, Feature] = MappingProxyType({})
 ) -> Batch:  # fmt: skip
-    """Return a batch of zeros in the shapes of ReplayMixture.sample."""
+    """Return a batch of zeros in the shapes of ReplayMixture.sample. made: as in batch_arrays."""
     arrays = {
         name: torch.zeros(shape, dtype=getattr(torch, dtype))
-        for name, (shape, dtype) in batch_arrays(Layout(spec, 1), count, window, prefixed(derived)).items()
+        for name, (shape, dtype) in batch_arrays(Layout(spec, 1), count, window, made).items()
     }
     return batch_of(arrays, spec, window, torch.zeros(count, dtype=torch.int64), torch.ones(count), ("",) * count)

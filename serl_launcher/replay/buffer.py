@@ -17,6 +17,7 @@ from serl_client.spec import Array, Feature
 from serl_launcher.replay.choice import Choice, Numbers
 from serl_launcher.replay.columns import EPISODE, INDEX, EpisodeColumns
 from serl_launcher.replay.derived import DerivedColumns
+from serl_launcher.replay.encoded import EncodedImages, Encoder
 from serl_launcher.replay.joined import NONE, Drawn, Links, joined
 from serl_launcher.replay.windows import further, past, reach, sees_after, wants_next
 from serl_launcher.store.layout import CHUNK_START, GAP, INTERVENED, TERMINATED, TRUNCATED, Layout, published
@@ -33,15 +34,21 @@ class ReplayBuffer:
 
     `refresh` takes in new steps; between two calls nothing changes.
     folder: the source's folder in the store. layout: of its files. derived: features of DerivedColumns.
+    encoders: {image: what says what windows have in its place}.
     """
 
-    def __init__(self, folder: Path, layout: Layout, derived: Mapping[str, Feature] = MappingProxyType({})) -> None:
+    def __init__(
+        self, folder: Path, layout: Layout, derived: Mapping[str, Feature] = MappingProxyType({}),
+        encoders: Mapping[str, Encoder] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         self.layout = layout
         self.tail = self.head = 0
         self._published = np.asarray(published(folder))
         self._steps = np.asarray(layout.steps(folder))
         self._bytes = self._steps.view(f"V{self._steps.itemsize}")  # [capacity], a record each
         self._observations = {name: np.asarray(array) for name, array in layout.observations(folder).items()}
+        self._encoded = {name: EncodedImages(self._observations[name], each) for name, each in encoders.items()}
+        self._seen = {**self._observations, **self._encoded}
         size = layout.capacity  # of the arrays below; a step's slot in them is its number % size
         self._next, self._previous, self._row, self._final, self._first, self._episode, self._after = (
             np.full(size, NONE, np.int64) for _ in range(7)
@@ -79,6 +86,8 @@ class ReplayBuffer:
         final = records["final_row"]
         self._row[slots] = records["row"] % self.layout.rows
         self._final[slots] = np.where(final == NONE, NONE, final % self.layout.rows)
+        for encoded in self._encoded.values():
+            encoded.forget(np.append(self._row[slots], self._final[slots][final != NONE]))
         self._first[slots] = np.where(whole, records["first"].astype(np.int64), NONE)
         self._episode[slots] = records["episode"]
         self._action[slots], self._reward[slots], flags = records["action"], records["reward"], records["flags"]
@@ -163,8 +172,8 @@ class ReplayBuffer:
 
     def may_start(self, numbers: Numbers, rows: str, starts: str) -> NDArray[np.bool_]:
         """Return [n] bool: whether windows may start at these steps. `rows` as in View, `starts` as in Window."""
-        slots = numbers % self.layout.capacity
-        allowed = np.ones(len(numbers), bool) if rows == "all" else self._intervened[slots] == (rows == "intervened")
+        slots, every = numbers % self.layout.capacity, np.ones(len(numbers), bool)
+        allowed = every if rows == "all" else self._intervened[slots] == (rows == "intervened")
         if starts == "episode_start":
             allowed &= self._first[slots] == numbers
         return allowed & self._chunk_start[slots] if starts == "chunk_start" else allowed
@@ -195,12 +204,11 @@ class ReplayBuffer:
         name: an observation, of which final ones are left out, or `action`. among: steps to copy; None: all.
         """
         numbers = np.arange(self.tail, self.head) if among is None else among
-        first = self._first[numbers % self.layout.capacity]
-        numbers, first = numbers[first >= self.tail], first[first >= self.tail]
+        numbers = numbers[self._first[numbers % self.layout.capacity] >= self.tail]
         slots = numbers % self.layout.capacity
         found = self._action[slots] if name == "action" else self._observations[name][self._row[slots]]
         tail = int(self._published[0])
-        return found if tail <= self.tail else found[first >= tail]
+        return found if tail <= self.tail else found[self._first[slots] >= tail]
 
     def stored(self, numbers: Numbers, seen: Collection[str]) -> dict[str, Array]:
         """Copy what is stored of these steps, {column: [n, ...]}, and these observations, final ones included."""
@@ -269,19 +277,14 @@ class ReplayBuffer:
         if name == INDEX:
             return self.indices(numbers)
         if name in self.derived.features:
-            values, is_known = self.derived.values(name, numbers), self.derived.is_known(name, numbers)
-            return np.where(
-                is_known.reshape(is_known.shape + (1,) * (values.ndim - is_known.ndim)), values, values.dtype.type(0)
-            )
+            return self.derived.values(name, numbers)
         return self.episode_columns.values(name, numbers, window.discount)
 
     def _moves(self, chain: Numbers, last: Numbers, idle_filter: IdleFilter) -> NDArray[np.bool_]:
         """Return [B] bool: whether an entry of the filter's column varies by more than the threshold in the chain."""
         slots = np.where(chain == NONE, last[:, None], chain) % self.layout.capacity
-        if idle_filter.column == "action":
-            values = self._action[slots]
-        else:
-            values = self._observations[idle_filter.column][self._row[slots]]
+        column, is_action = idle_filter.column, idle_filter.column == "action"
+        values = self._action[slots] if is_action else self._observations[column][self._row[slots]]
         values = values.reshape(*slots.shape, -1)
         if idle_filter.entries is not None:
             values = values[..., list(idle_filter.entries)]
@@ -394,4 +397,4 @@ class ReplayBuffer:
             self._take(name, following, into[f"next.{name}"])
 
     def _take(self, name: str, rows: Numbers, out: Array) -> None:
-        self._observations[name].take(rows, axis=0, out=out, mode="clip")
+        self._seen[name].take(rows, axis=0, out=out, mode="clip")

@@ -45,8 +45,9 @@ class DerivedColumns:
         return self._numbers[name][numbers % self._capacity] == numbers
 
     def values(self, name: str, numbers: Numbers) -> Array:
-        """Return a column of these steps [...], where it is known."""
-        return self._values[name][numbers % self._capacity]
+        """Return a column of these steps [...]; zero where it is not known."""
+        values, is_known = self._values[name][numbers % self._capacity], self.is_known(name, numbers)
+        return np.where(is_known[(..., *[None] * (values.ndim - is_known.ndim))], values, values.dtype.type(0))
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the columns of which something is known, as they are in memory."""

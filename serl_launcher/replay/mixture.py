@@ -17,6 +17,7 @@ from serl_launcher.replay.buffer import SCAN, ReplayBuffer
 from serl_launcher.replay.choice import Choice, Numbers
 from serl_launcher.replay.columns import EPISODE, RETURN
 from serl_launcher.replay.derived import prefixed
+from serl_launcher.replay.encoded import Encoder
 from serl_launcher.replay.once import Seen, next_steps
 from serl_launcher.replay.verdicts import VerdictRewards
 from serl_launcher.replay.views import EpisodeInfo, Held, View
@@ -35,19 +36,18 @@ class ReplayMixture:
     folder: the run's `store` folder. capacities: {source: steps}. views: {name: View}; each source is a view, too.
     seed: of `generator` (numpy), which is part of the trainer's state.
     device: `cpu`, or a GPU, to which batches are copied from pinned memory while this process goes on.
-    verdict: rewards of the operator's verdicts. derived: of an Algorithm.
+    verdict: rewards of the operator's verdicts. derived: of an Algorithm. encoders: of ReplayBuffer.
     """
 
     def __init__(
         self, folder: Path, spec: Spec, capacities: Mapping[str, int], views: Mapping[str, View], *, seed: int,
         device: str = "cpu", verdict: VerdictRewards | None = None,
-        derived: Mapping[str, Feature] = MappingProxyType({}),
+        derived: Mapping[str, Feature] = MappingProxyType({}), encoders: Mapping[str, Encoder] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.spec, self._derived = spec, prefixed(derived)
-        self.buffers = {
-            name: ReplayBuffer(folder / name, Layout(spec, capacity), self._derived)
-            for name, capacity in capacities.items()
-        }
+        self._made = {**self._derived, **{name: encoder.feature for name, encoder in encoders.items()}}
+        made = self._derived, encoders
+        self.buffers = {name: ReplayBuffer(folder / name, Layout(spec, n), *made) for name, n in capacities.items()}
         self.views = {**{name: View((name,)) for name in capacities}, **views}
         self._offsets = {name: STRIDE * place for place, name in enumerate(capacities)}
         self._plain = {name for name, view in self.views.items() if view == View(view.of)}  # of all episodes and steps
@@ -244,7 +244,7 @@ class ReplayMixture:
         buffer, numbers = self.buffers[episodes[0].source], np.array([episode.first for episode in episodes])
         arrays = {
             name: torch.empty(shape, dtype=getattr(torch, dtype))
-            for name, (shape, dtype) in batch_arrays(buffer.layout, len(episodes), window, self._derived).items()
+            for name, (shape, dtype) in batch_arrays(buffer.layout, len(episodes), window, self._made).items()
         }
         whole = buffer.gather(buffer.windows(numbers, window), window, {n: a.numpy() for n, a in arrays.items()})
         if not whole or not buffer.episode_columns.is_known((RETURN,), numbers).all():
@@ -347,7 +347,7 @@ class ReplayMixture:
             if not EPISODE.keys().isdisjoint(window.offsets):
                 self._know_all(window.discount)
             layout = next(iter(self.buffers.values())).layout
-            arrays = batch_arrays(layout, count, window, self._derived)
+            arrays = batch_arrays(layout, count, window, self._made)
             tensors = {name: self._tensor(shape, dtype) for name, (shape, dtype) in arrays.items()}
             seed, weight = self._tensor((count,), "int64"), self._tensor((count,), "float32").fill_(1)
             batch = batch_of(tensors, self.spec, window, seed, weight, ())

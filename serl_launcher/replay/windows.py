@@ -26,16 +26,16 @@ def further(window: Window, spec: Spec) -> list[str]:
 
 
 def batch_arrays(
-    layout: Layout, count: int, window: Window, derived: Mapping[str, Feature] = MappingProxyType({})
+    layout: Layout, count: int, window: Window, made: Mapping[str, Feature] = MappingProxyType({})
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Return {name: (shape, dtype)} of all arrays that `gather` fills. Next observations are `next.<name>`.
 
-    derived: of DerivedColumns.
+    made: features of DerivedColumns; and of EncodedRows, by the observation in whose place they are.
     Raises ValueError for offsets that fit no column, and ConfigError for a column that no row has, and for an idle
     filter that fits none.
     """
     spec, steps = layout.spec, (count, window.horizon)
-    extras = {**spec.extras, **EPISODE, **derived}
+    extras = {**spec.extras, **EPISODE, **made}
     arrays: dict[str, tuple[tuple[int, ...], Any]] = {
         "action": ((*steps, *spec.action.shape), spec.action.dtype), "reward": (steps, "float32"),
         **dict.fromkeys(("valid", "terminated", "truncated", "intervened"), (steps, "bool")),
@@ -43,7 +43,7 @@ def batch_arrays(
     }  # fmt: skip
     for name, offsets in window.offsets.items():
         if name in spec.observation:
-            feature = spec.observation[name]
+            feature = made.get(name, spec.observation[name])
             prefixes = ("", "next.") if "next_observation" in window.offsets else ("",)
             for prefix in prefixes:
                 arrays[prefix + name] = ((count, len(offsets), *feature.shape), feature.dtype)

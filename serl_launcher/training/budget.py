@@ -8,9 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from serl_client.errors import ConfigError
+from serl_client.spec import Spec
 
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.optim.averaging import BUCKET
+from serl_launcher.replay.encoded import Encoder
+from serl_launcher.store.layout import Layout
 from serl_launcher.training.memory import SHARE, Need, hollow, parts, said
 
 CONTEXT = 700 << 20  # bytes of a process before its first tensor: CUDA's context, kernels, cuBLAS' workspaces
@@ -80,6 +83,17 @@ def check_staging(size: int, free: int) -> None:
             f"weights and checkpoints are copied into this machine's memory before they are written: {said(size)}, of "
             f"which {said(free)} are free. What helps: a policy that trains less (policy=pi0_expert, policy=pi0_lora), "
             "or more memory"
+        )
+
+
+def check_encoded(encoders: Mapping[str, Encoder], spec: Spec, capacities: Mapping[str, int], free: int) -> None:
+    """Raise ConfigError if `free` bytes of this machine's memory have no room for what the replay keeps of images."""
+    rows = sum(Layout(spec, steps).rows for steps in capacities.values())
+    if (size := rows * sum(each.feature.nbytes for each in encoders.values())) > SHARE * free:
+        raise ConfigError(
+            f"what the frozen backbone says of {rows} rows takes {said(size)} of this machine's memory, of which "
+            f"{said(free)} are free. What helps: smaller sources of the plan (plan.sources.online.capacity=20000), or "
+            "a backbone with fewer features"
         )
 
 

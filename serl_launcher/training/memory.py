@@ -30,6 +30,8 @@ from torch.utils._pytree import tree_leaves
 from serl_launcher.algorithms.base import Algorithm
 from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.replay.batches import blank
+from serl_launcher.replay.derived import prefixed
+from serl_launcher.training.encoders import backbones, features
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +106,10 @@ def needed(
     def spread(size: int, beginning: int) -> int:
         return size - largest * (ranks - 1) // ranks if ranks > 1 and stage >= beginning else size
 
+    frozen = sum({each.words: each.nbytes for each in backbones(algorithm).values()}.values())
     masters = largest // ranks if ranks > 1 and stage else 0  # DeepSpeed has its own
     return Need(
-        weights=spread(whole, 3), copies=_bytes(algorithm.parameters()) - whole, gradients=spread(whole, 2),
+        weights=spread(whole, 3), copies=_bytes(algorithm.parameters()) - whole + frozen, gradients=spread(whole, 2),
         optimizer=spread(whole, 1) + spread(whole, 1) + masters, activations=activations,
     )  # fmt: skip
 
@@ -149,6 +152,7 @@ def _counted(
     algorithm = make()
     optimizers = list(algorithm.optimizers.values())
     rows = {name: rows_of(name, optimizers) for name in algorithm.windows}
+    made = {**prefixed(algorithm.derived), **features(algorithm, spec)}
     for optimizer in optimizers:
         optimizer.accumulation = 1
         for weight in optimizer.parameters.values():
@@ -158,7 +162,7 @@ def _counted(
         if getattr(getattr(algorithm, name), "is_uncounted", False):
             log.info("the memory that %s takes is not counted", name)
             continue
-        batch = blank(spec, window, rows[name], algorithm.derived)
+        batch = blank(spec, window, rows[name], made)
         with _Alive([*algorithm.parameters(), *algorithm.buffers()]) as alive:
             try:
                 getattr(algorithm, name)(batch)

@@ -18,10 +18,11 @@ from serl_launcher.optim.distributed import World, join
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.service.link import capacities, connect, wait_for_spec
 from serl_launcher.supervisor import stop_file
-from serl_launcher.training import report
+from serl_launcher.training import budget, memory, report
 from serl_launcher.training.build import build, check_memory, device_of, ranks_of, seed
 from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.counters import ASSISTED, TRAINED, curve
+from serl_launcher.training.encoders import encoders
 from serl_launcher.training.learner import Learner
 from serl_launcher.training.metrics import MetricsLog, mirrored
 from serl_launcher.training.origin import origin
@@ -83,9 +84,11 @@ def _learner(
     for note in plan.notes:
         log.info("%s", note)
     folder, kept = run_dir / "store", capacities(link)
+    seen = encoders(ranks.algorithm, spec, world.device)
+    budget.check_encoded(seen, spec, kept, memory.free("cpu", 1))
     sources = ReplayMixture(
         folder, spec, kept, plan.views, seed=config.seed, device=world.device, verdict=plan.verdict,
-        derived=ranks.algorithm.derived,
+        derived=ranks.algorithm.derived, encoders=seen,
     )  # fmt: skip
     return Learner(
         run_dir=run_dir, link=link, plan=plan, ranks=ranks, sources=sources,
