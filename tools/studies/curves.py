@@ -121,6 +121,24 @@ def pick_cube(cell: Namespace) -> Mapping[str, Any]:
     return {name: [line[name] for line in found] for name in ("successes", "updates")}
 
 
+def frozen(cell: Namespace) -> Mapping[str, Any]:
+    """RLPD picks up the arm's block from two cameras, through a frozen ResNet18 with random weights (docs/learning.md).
+
+    20 demonstrations of the script on sim_arm_pixels, then practice, one update per step, all settings of rlpd_pixels.
+    After --at thousand steps each, the policy acts on --starts distinct starts.
+    trained convolutions   algo=rlpd_pixels, the control
+    a frozen backbone      algo=rlpd_frozen: nothing of the ResNet is trained
+    Hypothesis, said before the first cell: after the last part both succeed equally often, so that the interval of the
+    paired difference holds 0.
+    """
+    words = [f"algo={cell.algo}", f"seed={cell.seed}", *QUICKSTART, *parts(spans(cell.at), HALF, 200, cell.starts)]
+    made = runs.finished(
+        cell.folder / cell.algo, *words, *cell.words, task="sim_arm_pixels", actor=[f"seed={cell.seed}"]
+    )
+    found = runs.evaluations(made, cell.starts)
+    return {name: [line[name] for line in found] for name in ("successes", "updates")} | {"draw": runs.draw(made)}
+
+
 def verdicts(cell: Namespace) -> Mapping[str, Any]:
     """Does RLPD learn from a person's verdicts alone what it learns from a judge? On sim_arm (docs/verdicts.md).
 
@@ -147,6 +165,11 @@ STUDIES = {
     "control": Study(control, {"at": [5, 10, 20, 30, 40, 50], "starts": 10}, TASKS, usual=3, **CONTROL),
     "control_tdmpc2": Study(control, {"at": [15], "starts": 10}, SMALL, usual=1, **CONTROL),
     "pick_cube": Study(pick_cube, {"at": [2, 4, 6, 8, 10], "starts": 30}, {"RLPD": {}}, **PARTS),
+    "frozen": Study(
+        frozen, {"at": [2, 4], "starts": 30},
+        {"trained convolutions": {"algo": "rlpd_pixels"}, "a frozen backbone": {"algo": "rlpd_frozen"}},
+        control="trained convolutions", **PARTS,
+    ),
     "verdicts": Study(
         verdicts, {"starts": 50}, {who: {"verdict_by": who} for who in ("judge", "operator")}, control="judge",
         columns=lambda _: each(f"after {count} updates" for count in ("3,000", "6,000", "12,000")),
