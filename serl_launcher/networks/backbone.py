@@ -13,7 +13,6 @@ from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import safetensors.torch
 import torch
 from serl_client.errors import ConfigError
@@ -188,6 +187,9 @@ def _siglip(weights: str) -> nn.Module:
 
 class Pixels(nn.Module):
     """Normalise images, uint8 [B, H, W, 3] -> [B, 3, H, W], or [B, 3, side, side]."""
+
+    mean: Tensor
+    std: Tensor
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], side: int | None = None) -> None:
         super().__init__()

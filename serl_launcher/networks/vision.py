@@ -1,4 +1,4 @@
-"""Encodes observations: states, and camera images by a small convolutional network (CNN) per camera, or by a backbone."""
+"""Encodes observations: states, and camera images by small convolutions (CNN) per camera, or a frozen backbone."""
 
 from collections.abc import Sequence
 

@@ -6,12 +6,12 @@ All run on one thread, in turn, from a store whose images have all been encoded.
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from serl_client import Feature, Spec
 
@@ -22,7 +22,7 @@ from serl_launcher.training.encoders import encoders
 from tests.shared.common import CONFIG
 
 from .paired import Figure, option, ratio, rounds, seconds
-from .replay import STATE, fill
+from .replay import SMALL, fill
 
 WAYS = {
     "a frozen backbone": "algo=rlpd_frozen",
@@ -39,8 +39,7 @@ OPTIONS = {
 def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     torch.set_num_threads(1)
     images = {f"observation.images.cam_{i}": Feature((options.side, options.side, 3), "uint8") for i in range(2)}
-    bounds = {"low": -np.ones(7), "high": np.ones(7)}
-    spec = Spec({STATE: Feature((8,)), **images}, Feature((7,), **bounds), fps=30.0)
+    spec = replace(SMALL, observation={**SMALL.observation, **images})
     _, episodes = fill(folder, spec, options.steps)
     made = {name: updates(folder, spec, options.steps, episodes, words) for name, words in WAYS.items()}
     frames = options.steps * len(images)

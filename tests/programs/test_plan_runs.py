@@ -83,6 +83,26 @@ def test_every_row_has_both_images_and_their_ages_and_the_run_can_be_asked_what_
     assert "all cameras shuffled" in said
 
 
+@pytest.mark.skipif(not gl.backend(), reason="this machine can draw no camera images")
+def test_a_run_through_a_frozen_backbone_publishes_the_rest_and_goes_on_after_its_end(tmp_path):
+    pytest.importorskip("torchvision")
+    other = {"algo=rejection_pixels": "algo=rejection_frozen", "policy=flow_pixels": "policy=flow_frozen"}
+    left_out = ("policy.encoder.channels", "algo.augment", "+plan")
+    words = [other.get(word, word) for word in PIXELS if not word.startswith(left_out)]
+    words += ["policy.encoder.backbone.stages=1", "policy.encoder.backbone.features=32"]
+    start(tmp_path, words)
+    assert summary_of(tmp_path / "summary.json")["updates"] > 60
+    sizes = {file.stat().st_size for file in (tmp_path / "weights").glob("*.safetensors")}
+    assert sizes
+    assert max(sizes) < 1_000_000, "a ResNet18 alone has 45 MB"
+    before = summary_of(tmp_path / "summary.json")["updates"]
+    start(
+        tmp_path,
+        ["plan.phases.practise.until=['episodes >= 4']" if "practise.until" in word else word for word in words],
+    )
+    assert summary_of(tmp_path / "summary.json")["updates"] > before
+
+
 @pytest.mark.nightly
 def test_a_person_who_takes_over_mends_what_a_clone_of_one_sided_demonstrations_cannot(tmp_path):
     """README's run with a person, as it stands there."""

@@ -64,6 +64,7 @@ def case(*words, often=False):
         case("algo=sft", "policy.tasks=[push,pull]", *CHUNK),
         case("algo=sft", "network=chi_unet_tiny", *CHUNK[::2]),
         case("algo=rejection_pixels", "policy.encoder.channels=[8,8]", "policy.encoder.latent=8", *SMALL),
+        case("algo=rlpd_frozen", "policy.encoder.backbone.features=8", "policy.hidden=[16]"),
         case("algo=sac", "policy.hidden=[16]", "critic.hidden=[16]"),
         case("algo=expo", *SMALL),
     ],

@@ -53,6 +53,7 @@ OPTIONS = [  # that config/policy documents
     ["algo=sac_pi0_pixels", "policy=flow_pixels", "policy.head.noise_level=0.1"],
     ["algo=rejection_pixels", "policy=flow_pixels", "policy.encoder.cameras=[high]"],
     ["algo=rlpd_pixels", "policy=gaussian_pixels", "batch_size=8"],
+    ["algo=rlpd_frozen", "policy.encoder.backbone.stages=1", "batch_size=8"],
     [*TINY, "head.noise_level=0.1", "policy.lora=4", "policy.cameras=[high]"],
     [*TINY, "policy.checkpointing=true", "policy.precision=bfloat16", "policy.freeze=[vision,language]"],
     ["algo=sac_pi0_pixels", *SHALLOW, "head.noise_level=0.1", "head.steps=3", "batch_size=8"],
