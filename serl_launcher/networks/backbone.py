@@ -6,7 +6,6 @@ instead of the pixels. Checkpoints and published weights hold a digest of the ne
 """
 
 import hashlib
-import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, wraps
@@ -60,11 +59,13 @@ class Backbone(nn.Module):
         super().__init__()
         if model not in MODELS or not 1 <= stages <= STAGES or (features is not None and features < 1):
             raise ConfigError(
-                f"backbone.model={model}, backbone.stages={stages}, backbone.features={features}: say one of "
+                f"policy.encoder.backbone: model={model}, stages={stages}, features={features}: say one of "
                 f"{', '.join(MODELS)}, 1 to {STAGES} stages, and at least 1 feature, or null for all"
             )
         if model == "siglip" and weights is None:
-            raise ConfigError("backbone.model=siglip needs the folder of a SigLIP model: say backbone.weights=FOLDER")
+            raise ConfigError(
+                "policy.encoder.backbone.model=siglip needs a SigLIP model: say policy.encoder.backbone.weights=FOLDER"
+            )
         self.words = (model, None if weights is None else str(Path(weights).expanduser()), stages)
         self.features = features
 
@@ -159,13 +160,15 @@ def _resnet(model: str, weights: str | None, stages: int) -> nn.Module:
 
 
 def _load(network: nn.Module, file: Path) -> None:
-    wants = f"backbone.weights={file}: give torchvision's file of this model, such as resnet18-f37072fd.pth"
+    wants = (
+        f"policy.encoder.backbone.weights={file}: give torchvision's file of this model, such as resnet18-f37072fd.pth"
+    )
     if not file.is_file():
         raise ConfigError(f"{wants}; there is no such file")
     try:
         read = safetensors.torch.load_file if file.suffix == ".safetensors" else _unpickled
         network.load_state_dict(read(file))
-    except (RuntimeError, ValueError, KeyError, OSError, safetensors.SafetensorError, pickle.UnpicklingError) as error:
+    except Exception as error:  # unpickling raises what it likes
         raise ConfigError(f"{wants} ({str(error).splitlines()[0]})") from None
 
 
@@ -180,7 +183,9 @@ def _siglip(weights: str) -> nn.Module:
         raise ConfigError("a frozen backbone needs the extra `vla`: . examples/install.sh --extra vla") from None
     folder = Path(weights)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"backbone.weights={weights}: there is no config.json; give the folder of a SigLIP model")
+        raise ConfigError(
+            f"policy.encoder.backbone.weights={weights}: there is no config.json; give the folder of a SigLIP model"
+        )
     tower: Any = SiglipVisionModel.from_pretrained(folder, local_files_only=True)
     return nn.Sequential(Pixels(HALF, HALF, tower.config.image_size), Pooled(tower))
 

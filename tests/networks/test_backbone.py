@@ -178,7 +178,7 @@ def test_networks_that_see_a_camera_in_two_ways_are_refused():
         ({"model": "resnet19"}, "say one of resnet18"),
         ({"stages": 5}, "1 to 4 stages"),
         ({"features": 0}, "at least 1 feature, or null"),
-        ({"model": "siglip"}, "say backbone.weights=FOLDER"),
+        ({"model": "siglip"}, r"say policy\.encoder\.backbone\.weights=FOLDER"),
         ({"model": "siglip", "weights": "/nowhere"}, "give the folder of a SigLIP model"),
         ({"weights": "/nowhere.pth"}, r"give torchvision's file.*there is no such file"),
     ],
