@@ -16,10 +16,10 @@ def served(cell: Namespace) -> Mapping[str, Any]:
     """Do edits improve a policy server that succeeds in 30 to 70 %? (docs/openpi.md)
 
     A draw is a seed with its own --demonstrations on the simulated arm, all with the block on the left, and a flow that
-    cloned them for --cloned updates. Half of the starts have the block on the right. The clone's run answers as a policy
-    server (bridge.port), and nothing else of it is used. Two runs act by it and make --updates, two for each step of
-    practice: server alone, the control, learns values and never edits; residual edits, from the end of the warm-up on.
-    Evaluations on --starts distinct starts follow the warm-up and each fifth.
+    cloned them for --cloned updates. Half of the starts have the block on the right. The clone's run answers as a
+    policy server (bridge.port), and nothing else of it is used. Two runs act by it and make --updates, two for each
+    step of practice: server alone, the control, learns values and never edits; residual edits, from the end of the
+    warm-up on. Evaluations on --starts distinct starts follow the warm-up and each fifth.
 
     Hypotheses, written before the first run: residual ends above the control in each draw, and by 10 points or more in
     the mean. The control ends where it began, give or take 10 points.
@@ -28,9 +28,8 @@ def served(cell: Namespace) -> Mapping[str, Any]:
     fit = ", on_begin: [{fit_normalizer: demo}]"
     body = runs.training(f"updates >= {cell.cloned}", "{demo: 1.0}", "[update]", fit)
     words = ["plan=sft", "algo=sft", *SMALL, *runs.without("clone", "evaluate"), f"seed={cell.seed}"]
-    clone = runs.finished(
-        cell.folder / "clone", *words, *runs.turns([body], cell.starts, "clone"), of=begun, forgets=True
-    )
+    words += runs.turns([body], cell.starts, "clone")
+    clone = runs.finished(cell.folder / "clone", *words, of=begun, forgets=True)
     target, until = cell.folder / cell.way.replace(" ", "-"), f"updates >= {cell.updates}"
     body = runs.practice(until, "{online: 1.0}", pace="2.0", more=runs.within(cell.updates // FIFTHS, cell.starts))
     words = ["plan=residual", f"seed={cell.seed}", *WAYS[cell.way], *runs.without("baseline", "practise", "evaluate")]
