@@ -4,11 +4,12 @@ It is the other side of bridge.py. The facts of the protocol are in openpi.py: t
 answers each map of observations with a map that holds `actions`, or with a text that says what went wrong.
 """
 
+import logging
 import socket
 import struct
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from contextlib import ExitStack, suppress
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ from serl_launcher.types import Observation
 ANSWER = "answer of a policy server"
 SAID = 300  # characters of a server's error that are told
 CLOSE_S = 0.1  # for a server to close in order
+FAILURES = OSError, WebSocketException, MessageError, AssertionError  # websockets asserts where a handshake breaks off
+SILENT = logging.Logger("policy server", logging.CRITICAL + 1)  # it would write a traceback for what is told anyway
 
 
 class PolicyServer(BasePolicy):
@@ -70,7 +73,7 @@ class PolicyServer(BasePolicy):
             raise ConfigError(f"policy.keys={keys}: name each feature once, and none {openpi.PROMPT!r}")
         self.n_action_steps, self.scale = n_action_steps, ActionScale(spec.action, scale)
         self._url, self._timeout_s, self._size = url, timeout_s, spec.action.shape[0]
-        self._connection: ClientConnection | None = None
+        self._held, self._connection = ExitStack(), cast("ClientConnection | None", None)
         self._failed, self._trouble = 0.0, ""  # until when, after a failure, it is not asked; and what that was
 
     def ask(self, observation: Observation, task: Sequence[str]) -> tuple[Tensor, str]:
@@ -84,16 +87,17 @@ class PolicyServer(BasePolicy):
             for row, words in enumerate(task):
                 request = {**{key: np.asarray(value[row]) for key, value in arrays.items()}, openpi.PROMPT: words}
                 chunks[row] = self._chunk(self._infer(request, begun + self._timeout_s))
-        except (OSError, WebSocketException, MessageError) as error:
+        except FAILURES as error:
             self._drop()
-            said = f"no answer within {self._timeout_s} s" if isinstance(error, TimeoutError) else str(error)
-            self._trouble = f"the policy server at {self._url} gives no chunk ({said}); see to it, or say policy.url=..."
+            late = f"no answer within {self._timeout_s} s" if isinstance(error, TimeoutError) else ""
+            why = late or str(error) or "it broke the handshake off"
+            self._trouble = f"the policy server at {self._url} gives no chunk ({why}); mend it, or say policy.url=..."
             self._failed = clock.monotonic() + self._timeout_s
             return torch.from_numpy(chunks), self._trouble
         return torch.from_numpy(chunks), ""
 
     def _infer(self, request: Mapping[str, Any], deadline: float) -> dict[Any, Any]:
-        """Return the server's answer. Raises OSError, WebSocketException or MessageError."""
+        """Return the server's answer. Raises one of FAILURES."""
         connection = self._connection or self._opened(deadline)
         connection.send(openpi.pack(request))
         answer = connection.recv(max(0.0, deadline - clock.monotonic()))
@@ -103,12 +107,13 @@ class PolicyServer(BasePolicy):
         return openpi.unpack(answer, ANSWER)
 
     def _opened(self, deadline: float) -> ClientConnection:
-        """Connect, and read the server's metadata."""
+        """Connect, and read the server's metadata, which has no fixed keys."""
         left = max(0.001, deadline - clock.monotonic())
-        connection = self._connection = connect(
+        opening = connect(
             self._url, open_timeout=left, close_timeout=CLOSE_S, compression=None, max_size=openpi.LEAST_LIMIT,
-            proxy=None,
+            proxy=None, logger=SILENT,
         )  # fmt: skip
+        connection = self._connection = self._held.enter_context(opening)
         limit = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)  # of a server that does not read
         openpi.unpack(connection.recv(max(0.0, deadline - clock.monotonic())), ANSWER)
@@ -130,7 +135,6 @@ class PolicyServer(BasePolicy):
 
     def _drop(self) -> None:
         """Close the connection: an answer that comes late is none to the next question."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(OSError, WebSocketException):
-                connection.close()
+        self._connection = None
+        with suppress(*FAILURES):
+            self._held.close()
