@@ -44,7 +44,7 @@ def served(cell: Namespace) -> Mapping[str, Any]:
 
 STUDIES = {
     "served": Study(
-        served, {"demonstrations": 3, "cloned": 1000, "updates": 10000, "starts": 50},
+        served, {"demonstrations": 5, "cloned": 1000, "updates": 10000, "starts": 50},
         ways={way: {"way": way} for way in WAYS}, control=CONTROL,
         columns=lambda _: {**each(["server, before"]), "at the end": last},
     ),
