@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,7 +73,8 @@ class PolicyServer(BasePolicy):
             raise ConfigError(f"policy.keys={keys}: name each feature once, and none {openpi.PROMPT!r}")
         self.n_action_steps, self.scale = n_action_steps, ActionScale(spec.action, scale)
         self._url, self._timeout_s, self._size = url, timeout_s, spec.action.shape[0]
-        self._held, self._connection = ExitStack(), cast("ClientConnection | None", None)
+        self._held = ExitStack()
+        self._connection: ClientConnection | None = None
         self._failed, self._trouble = 0.0, ""  # until when, after a failure, it is not asked; and what that was
 
     def ask(self, observation: Observation, task: Sequence[str]) -> tuple[Tensor, str]:

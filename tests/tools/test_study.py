@@ -167,7 +167,8 @@ nightly, slow = pytest.mark.nightly, pytest.mark.slow
 def test_a_study_of_what_improves_a_clone_runs_the_product(name, ways, numbers, found, tmp_path, monkeypatch):
     monkeypatch.setitem(served.STUDIES, "served", replace(STUDIES["served"], goes_on=bool))  # whatever its clone does
     words = [name, "--seeds", 5, "--demonstrations", 2, "--ways", *ways, *numbers.split()]
-    said, cells = measured(tmp_path, *words)
+    small = ["plan.phases.warm_up.until=['updates >= 20']"] if name == "served" else []
+    said, cells = measured(tmp_path, *words, small=small)
     cells = [cell for cell in cells if cell["way"] != "clone"]
     assert [cell["way"] for cell in cells] == ways
     assert all(cell[each] is not None for cell in cells for each in ["successes", *found])
