@@ -53,7 +53,7 @@ class PolicyServer(BasePolicy):
     ) -> None:  # fmt: skip
         try:
             parse_uri(url)
-        except InvalidURI:
+        except (InvalidURI, ValueError):
             raise ConfigError(f"policy.url={url}: say the address of a policy server, ws://HOST:PORT") from None
         if timeout_s <= 0 or n_action_steps < 1:
             raise ConfigError(

@@ -151,6 +151,8 @@ def test_who_listens_and_is_no_policy_server_is_told(said, sentence):
     ("options", "sentence"),
     [
         ({"url": "127.0.0.1:8000"}, r"policy\.url=127.0.0.1:8000: say the address of a policy server, ws://HOST:PORT"),
+        ({"url": "http://here"}, r"policy\.url=http://here: say"),
+        ({"url": "ws://here:70000"}, r"policy\.url=ws://here:70000: say"),
         ({"timeout_s": 0.0}, r"policy\.timeout_s=0\.0, n_action_steps=3: say a number above 0"),
         ({"n_action_steps": 0}, "1 or more steps"),
         ({"keys": {"x": "observation.y"}}, r"policy\.keys names observation\.y, which is not sent: name some of"),
