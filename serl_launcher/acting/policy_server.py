@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from serl_client import clock
 from serl_client.errors import ConfigError, MessageError
+from serl_client.names import cleaned
 from serl_client.spec import Array, Spec
 from torch import Tensor
 from websockets.exceptions import InvalidURI, WebSocketException
@@ -91,7 +92,7 @@ class PolicyServer(BasePolicy):
         except FAILURES as error:
             self._drop()
             late = f"no answer within {self._timeout_s} s" if isinstance(error, TimeoutError) else ""
-            why = late or str(error) or "it broke the handshake off"
+            why = late or cleaned(str(error)) or "it broke the handshake off"
             self._trouble = f"the policy server at {self._url} gives no chunk ({why}); mend it, or say policy.url=..."
             self._failed = clock.monotonic() + self._timeout_s
             return torch.from_numpy(chunks), self._trouble

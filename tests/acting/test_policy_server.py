@@ -77,14 +77,14 @@ def closing(connection):
 
 
 def failing(connection):
-    connection.send("Traceback (most recent call last):\n  ...\nValueError: no such camera")
+    connection.send("Traceback (most recent call last):\n  ...\nValueError: no such \x1b[2J camera")
     connection.close(1011)
 
 
 RUDE = {
     "late": (late, "no answer within"),
     "cut": (closing, "no close frame received"),
-    "text": (failing, "it says: ValueError: no such camera"),
+    "text": (failing, "it says: ValueError: no such ?[2J camera"),
     "size": (np.zeros((5, 3)), r"its actions are [5, 3], not [3 (n_action_steps) or more, 2]"),
     "short": (np.zeros((2, 2)), "its actions are [2, 2], not [3"),
     "flat": (np.zeros(2), "its actions are [2], not [3"),
