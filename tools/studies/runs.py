@@ -50,9 +50,7 @@ def run(folder: Path, *words: str, task: str = "sim_arm", actor: Sequence[str] =
 def serving(source: Path, folder: Path, *, task: str = "sim_arm") -> Iterator[str]:
     """Let a copy of a finished run answer as a policy server, as long as this lasts. Yields its address."""
     copied(source, folder)
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = int(ports()[0].removeprefix("port="))
     words = [f"task={task}", f"run_dir={folder}", "log=false", *ports(), "plan=evaluate", f"bridge.port={port}"]
     with open(folder.with_suffix(".log"), "a") as log:
         learner = subprocess.Popen([*TRAIN, "learner=true", *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
