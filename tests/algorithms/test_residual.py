@@ -9,7 +9,7 @@ from serl_client import ConfigError
 from serl_launcher.algorithms.residual import BASE, HAS_BASE
 from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.store.extras import with_extras
-from tests.shared.models import STATE, algorithm_of, assert_same, batch, config_of, differences, robot, weights
+from tests.shared.models import STATE, algorithm_of, assert_same, batch, config_of, robot, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,12 +138,3 @@ def test_what_cannot_be_is_refused():
 def test_another_algorithm_does_not_take_a_policy_server(algo):
     with pytest.raises(ConfigError, match=r"say (policy=|algo=)"):
         algorithm_of(SPEC, f"algo={algo}", "policy=server")
-
-
-def test_only_the_critics_learn_from_their_update():
-    algorithm = build()
-    before, editor = weights(algorithm.critic), weights(algorithm.acting.editor)
-    algorithm.update_critic(rows(algorithm, "update_critic"))
-    assert differences(before, weights(algorithm.critic))
-    assert_same(editor, weights(algorithm.acting.editor))
-    assert not algorithm.acting.has_edits
