@@ -22,7 +22,7 @@ SFT = ["plan=sft", 'plan.phases.clone.until=["updates >= 60"]', 'plan.phases.eva
 COLUMNS = ["base_action", "has_base"]
 RESIDUAL = [
     *TASK, "plan=residual", "n_action_steps=3", "critic.hidden=[32,32]", "algo.hidden=[32,32]",
-    'plan.phases.baseline.until=["episodes >= 2"]', 'plan.phases.collect.until=["online.episodes >= 2"]',
+    'plan.phases.baseline.until=["episodes >= 2"]', 'plan.phases.collect.until=["episodes >= 2"]',
     'plan.phases.warm_up.until=["updates >= 20"]', 'plan.phases.practise.until=["updates >= 200"]',
     'plan.phases.evaluate.until=["episodes >= 2"]',
 ]  # fmt: skip
