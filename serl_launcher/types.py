@@ -172,10 +172,12 @@ class Decision:
     action: [B, H, A], in the robot's units.
     extras: {name: [B, ...]}, named in `extras` of the algorithm's yaml. Each row on which an action of the chunk acts
         has them as columns; in other rows they are zero.
+    trouble: why rows whose action is not finite have none, in words for the log; "": the network's numbers.
     """
 
     action: Tensor
     extras: dict[str, Tensor] = field(default_factory=dict)
+    trouble: str = ""
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:

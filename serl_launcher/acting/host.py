@@ -288,14 +288,15 @@ class PolicyHost:
     def _act(self, questions: Sequence[Question], explore: bool, remembers: bool) -> list[Answer]:
         rows = self._padded(questions)
         carry = self._carries.stacked([question.actor for question in rows]) if remembers else None
-        arrays, carry = self._decide(rows, explore, carry)
+        arrays, carry, trouble = self._decide(rows, explore, carry)
         begins = carry is not None and not remembers
         answers: list[Answer] = []
         for i, question in enumerate(questions):
             own = {name: array[i] for name, array in arrays.items()}
             if bad := episode.not_finite(own):
                 self._carries.forget(question.actor)  # it would keep what is not finite
-                text = f"step {question.ask.step}: {bad} of the policy (weights {self.version}) is not finite: ask anew"
+                why = trouble or f"{bad} of the policy (weights {self.version}) is not finite"
+                text = f"step {question.ask.step}: {why}: ask anew"
                 answers.append(m.Failed("ServerFailed", text, request=question.ask.request))
                 continue
             if carry is not None:
@@ -304,8 +305,9 @@ class PolicyHost:
             answers.append(m.InferenceResponse(asked.step, self.version, own, reset=begins, request=asked.request))
         return answers
 
-    def _decide(self, rows: Sequence[Question], explore: bool, carry: Carry) -> tuple[dict[str, Array], Carry]:
-        """Return the decisions of these rows, {name: [B, ...]}, and the new carry. Remembers nothing."""
+    def _decide(self, rows: Sequence[Question], explore: bool, carry: Carry) -> tuple[dict[str, Array], Carry, str]:
+        """Return the decisions of these rows, {name: [B, ...]}, the new carry, and why some have none. Remembers
+        nothing."""
         asks = [question.ask for question in rows]
         nothing = np.zeros(self.spec.action.shape, self.spec.action.dtype)
         with self._on.here():
@@ -317,7 +319,7 @@ class PolicyHost:
                 **self._prefix(asks),
             )  # fmt: skip
             named = {"action": decision.action, **decision.extras}
-            return {name: value.cpu().numpy() for name, value in named.items()}, carry
+            return {name: value.cpu().numpy() for name, value in named.items()}, carry, decision.trouble
 
     def _prefix(self, asks: Sequence[m.InferenceRequest]) -> dict[str, Prefix]:
         """Return the prefix of a batch as an argument of `act`; nothing if no request has one."""

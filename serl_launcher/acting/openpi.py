@@ -61,7 +61,7 @@ class Form:
 
         Raises MessageError.
         """
-        found = dict(_flat(_unpacked(data)))
+        found = dict(_flat(unpack(data)))
         task = found.pop(PROMPT, "")
         if not is_name(task):
             raise MessageError(f"{PROMPT!r} should be a printable text of at most {MAX_NAME} characters")
@@ -90,9 +90,10 @@ def _packed(array: object) -> dict[bytes, Any]:
     return {b"__ndarray__": True, b"data": array.tobytes(), b"dtype": array.dtype.str, b"shape": array.shape}
 
 
-def _unpacked(data: object) -> dict[Any, Any]:
+def unpack(data: object, what: str = "request of an openpi client") -> dict[Any, Any]:
+    """Return a message's map, whose arrays lie in `data`. Raises MessageError; `what`: what it should be."""
     if not isinstance(data, bytes):
-        raise MessageError("a request is one binary message of msgpack, not a text")
+        raise MessageError(f"a {what} is one binary message of msgpack, not a text")
     reader = _Reader()
     try:
         found = msgpack.unpackb(
@@ -100,9 +101,9 @@ def _unpacked(data: object) -> dict[Any, Any]:
             object_pairs_hook=reader.mapping, list_hook=reader.listing,
         )  # fmt: skip
     except (ValueError, TypeError, RecursionError, OverflowError, msgpack.UnpackException) as error:
-        raise MessageError(f"this is no request of an openpi client: {error}"[:300]) from None
+        raise MessageError(f"this is no {what}: {error}"[:300]) from None
     if type(found) is not dict:
-        raise MessageError("a request is a map of keys to arrays")
+        raise MessageError(f"a {what} is a map of keys to arrays")
     return found
 
 

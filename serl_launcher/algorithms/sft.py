@@ -8,6 +8,7 @@ No value is learned.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from serl_client.errors import ConfigError
 from serl_client.spec import Spec
 from torch import Tensor, nn
 
@@ -27,7 +28,8 @@ class SFT(Algorithm):
         column None: the column that the policy imitates. threshold 0: windows start at any step.
     augment: makes the image augmentation; None: images stay as they are.
 
-    Policy and average share frozen weights. Raises ConfigError if `augment` is given and the policy reads no images.
+    Policy and average share frozen weights. Raises ConfigError for a policy that is not trained here, and if `augment`
+    is given and the policy reads no images.
     """
 
     changeable = ("ema_decay", "idle_filter")
@@ -38,6 +40,8 @@ class SFT(Algorithm):
     ) -> None:  # fmt: skip
         super().__init__()
         self.policy = policy(spec)
+        if not isinstance(self.policy, Policy):
+            raise ConfigError(f"{type(self.policy).__name__} is not trained here: say algo=residual, or policy=flow")
         self.averaged = frozen_copy(self.policy)
         kinds = nn.BatchNorm1d | nn.BatchNorm2d  # their buffers are means over batches
         self._counts = any(isinstance(each, kinds) for each in self.policy.modules())

@@ -31,6 +31,7 @@ from serl_launcher.types import Window
 from tests.shared.common import CONFIG, STATE
 from tests.shared.lerobot_policies import ACT_WORD, DIFFUSION_WORD
 from tests.shared.models import CAMERA, REACH, act, assert_same, batch, config_of, differences, robot, weights
+from tests.shared.policy_servers import still
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,6 +102,7 @@ PICTURES = {"world_models", "world_models_tiny"}  # no states are seen
 TAUGHT = (  # where a toy says nothing: recap needs many rows of each kind (test_recap), dreamer longer episodes
     "recap", *DREAMERS, "tdmpc2_tiny", "td_mpc_squared",  # (test_dreamer), and these are tdmpc2 in other sizes
     *PICTURES,  # whole episodes (test_world_models)
+    "residual",  # it begins at what a server does (test_residual)
 )  # fmt: skip
 
 
@@ -122,6 +124,7 @@ JUDGED = [name for name in ALGORITHMS if hasattr(class_of(name), "update_critic"
 def small(*words):
     """The config of these words with small networks."""
     more = {"algo=rejection_pi0": PI0, "algo=rejection_lerobot": (ACT_WORD,)}.get(words[0], ())
+    more = (f"policy.url={still(2)}",) if words[0] == "algo=residual" else more
     config = copy.deepcopy(config_of("ranks=1", "batch_size=8", *more, *words))
     OmegaConf.resolve(config)
     shrink(config.algo)
@@ -314,10 +317,11 @@ def test_the_memory_of_every_algorithm_is_counted_for_a_robot_with_one_action(na
 
 @pytest.mark.parametrize("name", JUDGED)
 def test_only_the_critic_learns_from_update_critic(name):
-    algorithm, _ = build(name)
+    algorithm, config = build(name)
+    spec = with_extras(SPEC, config.extras)
     acting = {name: each for name, each in algorithm.acting.named_parameters() if not name.startswith("critic.")}
     before, critics = copy.deepcopy(acting), weights(algorithm.critic)
-    algorithm.update_critic(batch(SPEC, window=algorithm.windows["update_critic"], derived=algorithm.derived))
+    algorithm.update_critic(batch(spec, window=algorithm.windows["update_critic"], derived=algorithm.derived))
     assert_same(before, acting)
     assert differences(critics, weights(algorithm.critic))
     assert all(weight.grad is None for weight in acting.values())

@@ -27,6 +27,7 @@ from serl_launcher.config import composed, groups
 from serl_launcher.training.plan_reader import plan_of
 from tests.shared.common import CONFIG, ROOT
 from tests.shared.here import start
+from tests.shared.policy_servers import still
 
 from .test_refusals import WHOLE
 
@@ -110,6 +111,8 @@ def small(words: list[str]) -> list[str]:
         said.append(f"+task.env.options.max_episode_steps={STEPS}")
     if config.task.env.get("clock") == "real" and "max_steps" in config.task.env:
         said.append(f"task.env.max_steps={STEPS}")
+    if "url" in config.policy:
+        said.append(f"policy.url={still(2)}")  # numbers of the fake arm's action
     if "image_size" in config.task:
         said.append("task.image_size=16")
     return [*said, *_short(config)]

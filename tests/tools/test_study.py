@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from tests.shared.here import start
 from tests.shared.models import CONFIG
 from tests.shared.tools import called
 from tools.compare import trials
-from tools.studies import curves, improve, runs
+from tools.studies import curves, improve, runs, served
 from tools.studies.cells import Cells, one_draw
 from tools.study import STUDIES
 
@@ -158,11 +159,16 @@ nightly, slow = pytest.mark.nightly, pytest.mark.slow
             "dobot_left", ["cloning alone", "human successes"],
             "--cloned 4 --updates 8 --task sim_arm --actor task.env.space=ee_delta", ["env_steps"], marks=nightly,
         ),
+        pytest.param(
+            "served", ["server alone", "residual"], "--cloned 3 --updates 25", ["env_steps", "draw"], marks=nightly
+        ),
     ],
 )  # fmt: skip
-def test_a_study_of_what_improves_a_clone_runs_the_product(name, ways, numbers, found, tmp_path):
+def test_a_study_of_what_improves_a_clone_runs_the_product(name, ways, numbers, found, tmp_path, monkeypatch):
+    monkeypatch.setitem(served.STUDIES, "served", replace(STUDIES["served"], goes_on=bool))  # whatever its clone does
     words = [name, "--seeds", 5, "--demonstrations", 2, "--ways", *ways, *numbers.split()]
-    said, cells = measured(tmp_path, *words)
+    small = ["plan.phases.warm_up.until=['updates >= 20']"] if name == "served" else []
+    said, cells = measured(tmp_path, *words, small=small)
     cells = [cell for cell in cells if cell["way"] != "clone"]
     assert [cell["way"] for cell in cells] == ways
     assert all(cell[each] is not None for cell in cells for each in ["successes", *found])

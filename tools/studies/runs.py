@@ -5,8 +5,9 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,25 @@ def run(folder: Path, *words: str, task: str = "sim_arm", actor: Sequence[str] =
             acting.wait(60)
         finally:
             acting.kill()
+
+
+@contextmanager
+def serving(source: Path, folder: Path, *, task: str = "sim_arm") -> Iterator[str]:
+    """Let a copy of a finished run answer as a policy server, as long as this lasts. Yields its address."""
+    copied(source, folder)
+    port = int(ports()[0].removeprefix("port="))
+    words = [f"task={task}", f"run_dir={folder}", "log=false", *ports(), "plan=evaluate", f"bridge.port={port}"]
+    with open(folder.with_suffix(".log"), "a") as log:
+        learner = subprocess.Popen([*TRAIN, "learner=true", *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            while learner.poll() is None:
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                time.sleep(0.5)
+            yield f"ws://127.0.0.1:{port}"
+        finally:
+            learner.terminate()
+            learner.wait(60)
 
 
 def finished(folder: Path, *words: str, of: Path | None = None, forgets: bool = False, **sides: Any) -> Path:
