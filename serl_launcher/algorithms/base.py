@@ -105,6 +105,12 @@ class Algorithm(nn.Module, ABC):
             if isinstance(module, Normaliser):
                 module.set_statistics(statistics)
 
+    @property
+    def measured(self) -> dict[str, tuple[Window, Callable[[Batch], Tensor]]]:
+        """What its policies are scaled by besides the columns of a step; see Policy.measured."""
+        policies = [module for module in self.modules() if isinstance(module, Policy)]
+        return {name: each for policy in policies for name, each in policy.measured.items()}
+
     def get_extra_state(self) -> dict[str, Any]:
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
         return {"generator": self.generator.get_state(), "optimizers": optimizers}

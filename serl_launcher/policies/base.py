@@ -1,13 +1,13 @@
 """Defines the interface of policies: a loss that imitates, samples, and what is published for acting."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 
 from serl_launcher.networks.mlp import ActionScale
-from serl_launcher.types import Batch, Metrics, Observation, Prefix
+from serl_launcher.types import Batch, Metrics, Observation, Prefix, Window
 
 
 class Acting(nn.Module, ABC):
@@ -60,6 +60,11 @@ class Policy(Acting):
     def offsets(self) -> dict[str, tuple[int, ...]]:
         """The columns and steps of the batch of `forward`, as in Window.offsets."""
         return {**dict.fromkeys(self.inputs, tuple(range(1 - self.history, 1))), "action": tuple(range(self.horizon))}
+
+    @property
+    def measured(self) -> dict[str, tuple[Window, Callable[[Batch], Tensor]]]:
+        """What it scales by besides the columns of a step: {name of the statistics: (window, its numbers [n, A])}."""
+        return {}
 
     @abstractmethod
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:

@@ -116,10 +116,11 @@ class PI0(PartlyFrozen, HeadPolicy):
         head: Callable[..., Head], imitation_target: str, width: int, state_size: int, prompt_tokens: int,
         tokenizer: str | None, weights: str | None, freeze: Sequence[str], lora: int | None, precision: str,
         checkpointing: bool, resize: str = "auto", scale: str = "bounds", max_delay: int = 0,
+        relative: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(
             spec, head=head, horizon=horizon, imitation_target=imitation_target, width=width, scale=scale,
-            max_delay=max_delay,
+            max_delay=max_delay, relative=relative,
         )  # fmt: skip
         self.sizes, self.image = Gemma(**gemma), Tower(**vision).image
         self.state = StateEncoder(spec)

@@ -21,7 +21,7 @@ from serl_launcher.training.plan_edits import check_edits
 
 FORMAT = 4  # of the state; 4: tensors lie in a file of their own
 MANIFEST = "manifest.json"
-ADDED = ("batch_size", "policy.resize")  # checkpoints of earlier versions do not tell these
+ADDED = ("batch_size", "policy.resize", "policy.relative")  # checkpoints of earlier versions do not tell these
 DAMAGE = (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError)  # what a damaged manifest sets off
 
 

@@ -9,7 +9,8 @@ import torch
 from serl_client import ConfigError, Outcome
 
 from serl_launcher.replay.choice import Choice
-from serl_launcher.replay.mixture import ReplayMixture, statistics
+from serl_launcher.replay.mixture import ReplayMixture
+from serl_launcher.replay.statistics import statistics
 from serl_launcher.replay.views import EpisodeInfo, View
 from serl_launcher.store import layout
 from serl_launcher.training.counters import value_error
