@@ -45,6 +45,7 @@ class RelativeScale(nn.Module):
                 "policy.scale=bounds is of the robot's limits, and relative actions have none: say policy.scale=range"
             )
         self.places = _places(spec, names)  # [A]: where the present value of each entry stands; None: not relative
+        self.names = [name for name, place in zip(spec.action.names, self.places, strict=True) if place]
         low, high = (np.asarray(bound, np.float32) for bound in (spec.action.low, spec.action.high))
         is_relative, furthest = np.array([place is not None for place in self.places]), high - low
         self.scale = ActionScale(
@@ -120,7 +121,7 @@ def _place(spec: Spec, name: str, unit: str) -> Place:
     cure = "leave it out of policy.relative"
     if len(found) != 1:
         there = " and ".join(column for column, _ in found) or "no observation"
-        raise ConfigError(f"policy.relative: {there} has the entry {name!r} of the action, and one should: {cure}")
+        raise ConfigError(f"policy.relative: the action's {name!r} is in {there}, and should be in one: {cure}")
     column, index = found[0]
     measured = (spec.observation[column].units or ("",) * (index + 1))[index]
     if unit != measured:
