@@ -106,18 +106,18 @@ def statistics_at(weights: str) -> dict[str, dict[str, Tensor]]:
 def relative_at(weights: str, names: Sequence[str]) -> list[str] | None:
     """Return which entries of the action a checkpoint of lerobot has learned relative to the state.
 
-    names: of the robot's action. None: it does not say, because it is openpi's, or older than lerobot 0.6.
+    names: of the robot's action. None: it is not lerobot's, and does not say.
     """
     folder = Path(weights).expanduser()
     file = (folder if folder.is_dir() else folder.parent) / "config.json"
     fields = json.loads(file.read_text()) if file.is_file() else {}
-    if "use_relative_actions" not in fields:
+    if "type" not in fields:
         return None
     theirs = fields.get("action_feature_names")
     excluded = [str(part).lower() for part in fields.get("relative_exclude_joints") or [] if theirs]
     return [
         name for name, their in zip(names, theirs or names, strict=False)
-        if fields["use_relative_actions"] and not any(part in their.lower() for part in excluded)
+        if fields.get("use_relative_actions") and not any(part in their.lower() for part in excluded)
     ]  # fmt: skip
 
 
