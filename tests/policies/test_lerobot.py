@@ -171,6 +171,22 @@ def test_images_of_every_size_and_absent_cameras_are_seen_as_in_lerobot(shape, l
     torch.testing.assert_close(*chunks(policy, spec, tmp_path), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.skipif(not NEWEST, reason="lerobot 0.6 on Python 3.12")
+def test_relative_actions_of_a_folder_are_lerobots_and_their_statistics_are_not_fitted(folder, tmp_path):
+    there = folder("pi0", use_relative_actions=True)
+    policy, theirs = ours(path=str(there)), small.Theirs(there)
+    given = rows(policy)
+    torch.testing.assert_close(policy(given)[0], theirs.loss(given), atol=1e-6, rtol=1e-5)
+    noise = torch.randn(1, 3, *policy.noise_shape)
+    chunk = policy.sample(
+        {name: value[:, 0] for name, value in given.observation.items()}, task=small.TASKS, noise=noise
+    )
+    expected = theirs.chunk(given.observation, small.TASKS, noise[0, :, 0]).clamp(-3, 3)
+    torch.testing.assert_close(chunk[0], expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ConfigError, match=r"use_relative_actions: .* say policy\.path="):
+        ours(type="pi0", options={**small.PI, "use_relative_actions": True})
+
+
 def test_without_images_an_act_reads_the_state_as_that_of_its_environment(caplog):
     rename = {STATE: "observation.environment_state"}
     policy = ours(type="act", options=small.ACT, cameras=[], rename=rename)

@@ -265,12 +265,7 @@ def test_a_folder_of_another_action_size_in_the_network_is_refused_in_one_senten
 
 def test_a_folder_whose_actions_are_relative_is_taken_by_those_words_alone(reference, tmp_path, caplog):
     brings(tmp_path, "lerobot", checkpoint(reference, "lerobot"))
-    described = {
-        "type": "pi0",
-        "use_relative_actions": True,
-        "relative_exclude_joints": ["Grip"],
-        "action_feature_names": None,
-    }
+    described = {"type": "pi0", "use_relative_actions": True, "relative_exclude_joints": ["Grip"]}
     options = {"weights": str(tmp_path), "scale": "std", "spec": NAMED}
     for names, words in ((["wrist", "gripper"], ["wrist"]), (None, ["wrist", "gripper"])):
         (tmp_path / "config.json").write_text(json.dumps({**described, "action_feature_names": names}))
