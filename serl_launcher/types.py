@@ -178,6 +178,9 @@ class Decision:
     extras: dict[str, Tensor] = field(default_factory=dict)
 
 
+Measured = Mapping[str, tuple[Window, Callable[[Batch], Tensor]]]  # {name of statistics: (window, its numbers [n, A])}
+
+
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {name: change(item) for name, item in value.items()}

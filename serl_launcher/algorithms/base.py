@@ -15,7 +15,7 @@ from serl_launcher.networks.mlp import Normaliser, Statistics
 from serl_launcher.optim.distributed import gathered
 from serl_launcher.optim.optimizer import Optimizer, kernels
 from serl_launcher.policies.base import Acting, Policy
-from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Prefix, Window
+from serl_launcher.types import Batch, Carry, Decision, Measured, Metrics, Observation, Prefix, Window
 
 Copied = TypeVar("Copied", bound=nn.Module)
 Update = TypeVar("Update", bound=Callable[..., Any])
@@ -106,8 +106,8 @@ class Algorithm(nn.Module, ABC):
                 module.set_statistics(statistics)
 
     @property
-    def measured(self) -> dict[str, tuple[Window, Callable[[Batch], Tensor]]]:
-        """What its policies are scaled by besides the columns of a step; see Policy.measured."""
+    def measured(self) -> Measured:
+        """What its policies have to know statistics of, besides those of each column."""
         policies = [module for module in self.modules() if isinstance(module, Policy)]
         return {name: each for policy in policies for name, each in policy.measured.items()}
 

@@ -1,13 +1,13 @@
 """Defines the interface of policies: a loss that imitates, samples, and what is published for acting."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 
 from serl_launcher.networks.mlp import ActionScale
-from serl_launcher.types import Batch, Metrics, Observation, Prefix, Window
+from serl_launcher.types import Batch, Measured, Metrics, Observation, Prefix
 
 
 class Acting(nn.Module, ABC):
@@ -62,8 +62,8 @@ class Policy(Acting):
         return {**dict.fromkeys(self.inputs, tuple(range(1 - self.history, 1))), "action": tuple(range(self.horizon))}
 
     @property
-    def measured(self) -> dict[str, tuple[Window, Callable[[Batch], Tensor]]]:
-        """What it scales by besides the columns of a step: {name of the statistics: (window, its numbers [n, A])}."""
+    def measured(self) -> Measured:
+        """What of windows it has to know statistics of, besides those of each column."""
         return {}
 
     @abstractmethod

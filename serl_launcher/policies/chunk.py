@@ -27,7 +27,7 @@ from serl_launcher.policies.heads.flow import Flow
 from serl_launcher.policies.heads.gaussian import Gaussian
 from serl_launcher.policies.prefix import ACTION, Rows, named
 from serl_launcher.policies.relative import COLUMN, Around, RelativeScale
-from serl_launcher.types import Batch, Metrics, Observation, Prefix, Window
+from serl_launcher.types import Batch, Measured, Metrics, Observation, Prefix, Window
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class HeadPolicy(ScaledPolicy):
         return offsets
 
     @property
-    def measured(self) -> dict[str, tuple[Window, Callable[[Batch], Tensor]]]:
+    def measured(self) -> Measured:
         if self.relative is None:
             return {}
         seen = {name: offsets for name, offsets in self.offsets.items() if not name.startswith(IMAGES)}

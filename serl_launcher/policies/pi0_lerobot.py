@@ -17,8 +17,8 @@ from torch import Tensor
 
 from serl_launcher.policies.heads.flow import Flow
 from serl_launcher.policies.pi0 import PI0
+from serl_launcher.policies.relative import STATE
 
-STATE = "observation.state"
 TOKENIZER, TOKENS = "google/paligemma-3b-pt-224", 257152  # which lerobot's pi0 reads, and how many it knows
 VARIANTS = {(2048, 16384): "gemma_2b", (1024, 4096): "gemma_300m"}  # {(width, mlp): lerobot's name of a stack}
 WHOLE = "model.paligemma_with_expert."
@@ -37,8 +37,8 @@ def save(policy: PI0, spec: Spec, folder: Path) -> None:
     """Write config.json, model.safetensors and the processors' files.
 
     Raises ConfigError for a policy that lerobot's class cannot be: other sizes, a head without a velocity, LoRA that is
-    not merged, more states than `observation.state`, the byte tokenizer, images that are resized otherwise, and a scale
-    with two sides.
+    not merged, more states than `observation.state`, the byte tokenizer, images that are resized otherwise, a scale
+    with two sides, and relative entries that its steps cannot choose.
     """
     normalisation, relative = _normalisation(policy), _relative(policy, spec)
     config = _config(policy, spec, {kind: mode for kind, (mode, _) in normalisation.items()})

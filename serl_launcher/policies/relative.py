@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import Spec
-from serl_client.words import nearest
+from serl_client.words import check_choice
 from torch import Tensor, nn
 
 from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.networks.vision import ALL
 from serl_launcher.types import Observation
 
+STATE = "observation.state"  # whose entry counts where several observations have one of that name
 COLUMN = "action.relative"  # of the statistics: a_i - m s
 
 Place = tuple[str, int]  # an observation, and an index in it
@@ -102,8 +103,7 @@ def _places(spec: Spec, names: Sequence[str]) -> list[Place | None]:
             "entry: say policy.relative=[]"
         )
     for name in names:
-        if name != ALL and name not in own:
-            raise ConfigError(f"policy.relative: the action has no entry {name!r}; {nearest(name, own)}")
+        check_choice(name, (*own, ALL), "entry of the action", "policy.relative")
     places: list[Place | None] = []
     for index, name in enumerate(own):
         unit = spec.action.units[index] if spec.action.units else ""
@@ -114,16 +114,16 @@ def _places(spec: Spec, names: Sequence[str]) -> list[Place | None]:
 
 def _place(spec: Spec, name: str, unit: str) -> Place:
     """Return where the state of this name stands. Raises ConfigError if there is none, several, or another unit."""
-    found = [
-        (column, feature.names.index(name)) for column, feature in spec.observation.items()
-        if feature.dtype.startswith("float") and name in feature.names
-    ]  # fmt: skip
+    floats = {column: each for column, each in spec.observation.items() if each.dtype.startswith("float")}
+    found = [column for column, feature in floats.items() if name in feature.names]
+    found = [STATE] if STATE in found else found
     cure = "leave it out of policy.relative"
     if len(found) != 1:
-        there = " and ".join(column for column, _ in found) or "no observation"
+        there = " and ".join(found) or "no observation"
         raise ConfigError(f"policy.relative: the action's {name!r} is in {there}, and should be in one: {cure}")
-    column, index = found[0]
-    measured = (spec.observation[column].units or ("",) * (index + 1))[index]
+    column, feature = found[0], floats[found[0]]
+    index = feature.names.index(name)
+    measured = feature.units[index] if feature.units else ""
     if unit != measured:
         raise ConfigError(
             f"policy.relative: {name!r} is in {measured or 'no unit'} in {column}, and in {unit or 'no unit'} in the "

@@ -1,6 +1,6 @@
 """Computes the statistics by which states are normalised and actions are scaled."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from types import MappingProxyType
 
 import numpy as np
@@ -12,12 +12,10 @@ from serl_client.spec import Array
 from serl_launcher.replay.batches import batch_of
 from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.windows import batch_arrays
-from serl_launcher.types import Batch, Window
+from serl_launcher.types import Batch, Measured, Window
 
-WINDOWS = 100_000  # windows that are measured, at most; evenly spaced over the source
+WINDOWS = 1 << 15  # windows that are measured, at most; evenly spaced over the source
 BLOCK = 1024  # windows that are copied at once
-
-Measured = Mapping[str, tuple[Window, Callable[[Batch], torch.Tensor]]]  # see Policy.measured
 
 
 def statistics(

@@ -176,6 +176,14 @@ def test_relative_chunks_are_what_openpis_transforms_make_of_the_same_network():
     assert moved.abs().max() > 0.1
 
 
+@pytest.mark.parametrize("shape", [(56, 56), (224, 224), (480, 640), (640, 480)], ids=str)
+def test_images_of_every_size_are_fitted_as_lerobot_does(shape):
+    lerobot = pytest.importorskip("lerobot.policies.pi0.modeling_pi0", reason="the extra `data` is not installed")
+    image = torch.rand(2, 3, *shape) * 2 - 1
+    theirs = lerobot.resize_with_pad_torch(image, 224, 224)
+    assert_close(fitted(image, 224, antialias=False), theirs)
+
+
 # -- cameras and states
 def test_a_camera_that_is_left_out_is_one_whose_tokens_are_masked():
     both, one = make(LEFT, TOP), make(TOP)

@@ -182,17 +182,20 @@ def test_every_algorithm_over_chunks_takes_it_and_what_it_has_learned_comes_back
 
 
 DEGREES = replace(SPEC, action=replace(SPEC.action, units="deg"))
-TWICE = replace(SPEC, observation={**SPEC.observation, "observation.other": Feature((1,), names=("wrist",))})
+SPEEDS = {name: SPEC.observation[STATE] for name in ("observation.speed", "observation.force")}
 
 
 @pytest.mark.parametrize(
     ("spec", "options", "said"),
     [
-        (SPEC, {"relative": ["wirst"]}, r"the action has no entry 'wirst'; did you mean 'wrist'"),
+        (SPEC, {"relative": ["wirst"]}, r"no entry of the action is called 'wirst'; did you mean 'wrist'"),
         (SPEC, {"scale": "bounds"}, r"policy\.scale=bounds is of the robot's limits, .*: say policy\.scale=range"),
         (robot(cameras=()), {}, r"this robot's action has no names, .*: say policy\.relative=\[\]"),
         (DEGREES, {}, r"'wrist' is in no unit in observation\.state, and in deg in the action, .*: leave it out of"),
-        (TWICE, {}, r"the action's 'wrist' is in observation\.state and observation\.other, and should be in one"),
+        (
+            replace(SPEC, observation=SPEEDS), {},
+            r"the action's 'wrist' is in observation\.speed and observation\.force, and should be in one",
+        ),
         (
             replace(SPEC, observation={STATE: Feature((2,), names=("elbow", "gripper"))}), {},
             r"the action's 'wrist' is in no observation, and should be in one: leave it out of policy\.relative",
@@ -203,3 +206,8 @@ TWICE = replace(SPEC, observation={**SPEC.observation, "observation.other": Feat
 def test_what_cannot_be_relative_is_refused(spec, options, said):
     with pytest.raises(ConfigError, match=said):
         policy_of(spec, **{"relative": ["all"], "scale": "std", **options})
+
+
+def test_of_several_observations_with_the_actions_names_the_state_counts():
+    spec = replace(SPEC, observation={**SPEEDS, **SPEC.observation})
+    assert {*policy_of(spec, relative=["all"], scale="std").relative.places} == {(STATE, 1), (STATE, 2), (STATE, 3)}
