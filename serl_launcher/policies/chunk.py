@@ -126,10 +126,15 @@ class HeadPolicy(ScaledPolicy):
         return {COLUMN: (Window(seen), self._moves)}
 
     def _moves(self, batch: Batch) -> Tensor:
-        """Return what is imitated, relative to the present state, at the valid steps [n, A]."""
+        """Return what is imitated, relative to the present state, at the valid steps [n, A].
+
+        What is further away than the robot's bounds are is left out, unless there is nothing else.
+        """
         assert self.relative is not None  # else nobody asks
-        batch = batch.to(self.scale.center.device)
-        return (self._imitated(batch) - self.relative.present(self._observed(batch)))[batch.valid]
+        batch, scale = batch.to(self.scale.center.device), self.relative.scale
+        moves = (self._imitated(batch) - self.relative.present(self._observed(batch)))[batch.valid]
+        is_near = ((scale.low <= moves) & (moves <= scale.high)).all(-1)
+        return moves[is_near] if is_near.any() else moves
 
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute the head's mean loss over the valid steps [B].

@@ -139,6 +139,9 @@ def test_the_newest_observation_is_the_present_one_and_positions_are_relative_as
     assert states.shape[1] == 2 + HORIZON
     reached = states[:, 2:, ORDER] - torch.tensor([1.0, 0, 0]) * states[:, 1:2, ORDER]
     assert torch.equal(moves(rows), reached[rows.valid])
+    spoiled = states.clone()
+    spoiled[0, 2, 2] = 1e6  # what the first step of the first row has reached
+    assert torch.equal(moves(replace(rows, observation={STATE: spoiled})), reached[rows.valid][1:])
     policy.relative.scale.set_statistics(STATISTICS)
     there = policy.sample({STATE: states[:, :2]}, noise=(noise := torch.randn(1, 8, *policy.noise_shape)))
     plain = policy_of(SPEC, scale="std", history=2)
