@@ -180,6 +180,9 @@ class Decision:
     trouble: str = ""
 
 
+Measured = Mapping[str, tuple[Window, Callable[[Batch], Tensor]]]  # {name of statistics: (window, its numbers [n, A])}
+
+
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {name: change(item) for name, item in value.items()}

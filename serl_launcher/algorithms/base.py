@@ -15,7 +15,7 @@ from serl_launcher.networks.mlp import Normaliser, Statistics
 from serl_launcher.optim.distributed import gathered
 from serl_launcher.optim.optimizer import Optimizer, kernels
 from serl_launcher.policies.base import Acting, Policy
-from serl_launcher.types import Batch, Carry, Decision, Metrics, Observation, Prefix, Window
+from serl_launcher.types import Batch, Carry, Decision, Measured, Metrics, Observation, Prefix, Window
 
 Copied = TypeVar("Copied", bound=nn.Module)
 Update = TypeVar("Update", bound=Callable[..., Any])
@@ -104,6 +104,12 @@ class Algorithm(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, Normaliser):
                 module.set_statistics(statistics)
+
+    @property
+    def measured(self) -> Measured:
+        """What its policies have to know statistics of, besides those of each column."""
+        policies = [module for module in self.modules() if isinstance(module, Policy)]
+        return {name: each for policy in policies for name, each in policy.measured.items()}
 
     def get_extra_state(self) -> dict[str, Any]:
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}

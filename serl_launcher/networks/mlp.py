@@ -1,4 +1,4 @@
-"""Normalises states and scales actions by statistics of the data (mean, std, range), and builds the MLP."""
+"""Normalises states and scales actions by statistics of the data (mean, std, range, quantiles); builds the MLP."""
 
 import math
 from abc import ABC, abstractmethod
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from serl_launcher.types import Observation
 
-Statistics = Mapping[str, Mapping[str, Array]]  # {"mean": {"action": [...]}, ...}; see replay.mixture.statistics
+Statistics = Mapping[str, Mapping[str, Array]]  # {"mean": {"action": [...]}, ...}; see replay/statistics.py
 
-SCALES = ("bounds", "range", "std")
+SCALES = ("bounds", "range", "std", "quantile")
+ENDS = {"range": ("low", "high"), "quantile": ("q01", "q99")}  # statistics that become -1 and 1
 CONSTANT = 1e-3  # an action that varies by less than this share of its bounds counts as constant
 SMALLEST_STD = 1e-4  # a state with less (0.1 mm, 0.1 mrad) is noise around a constant: it is centred, not scaled
 
@@ -86,9 +87,10 @@ class ActionScale(Normaliser):
     """Map actions [..., A] between the robot's units and the network's numbers near [-1, 1].
 
     kind: `bounds`: the Spec's bounds become -1 and 1. `range`: the smallest and largest action of the data become -1
-        and 1. `std`: the data get mean 0 and standard deviation 1. `range` and `std` are for bounds much wider than the
-        actions that the robot uses. They equal `bounds` until `set_statistics`, and are published with the weights.
-        Their zero comes from the data alone, whatever the Spec says of the neutral action.
+        and 1. `quantile`: the data's quantiles of 1 and 99 % become -1 and 1, as for pi0.5 in openpi. `std`: the data
+        get mean 0 and standard deviation 1. These three are for bounds much wider than the actions that the robot uses.
+        They equal `bounds` until `set_statistics`, and are published with the weights. Their zero comes from the data
+        alone, whatever the Spec says of the neutral action.
     column: column of the data that holds the actions.
     entries: indices of the actions in that column's flattened values; None: all.
 
@@ -138,8 +140,10 @@ class ActionScale(Normaliser):
         """
         if self.kind == "bounds" or self.is_given:
             return
-        mean, std, low, high = (self._own(statistics[name]) for name in ("mean", "std", "low", "high"))
-        if self.kind == "range":
+        if self.kind == "std":
+            mean, std = (self._own(statistics[name]) for name in ("mean", "std"))
+        else:
+            low, high = (self._own(statistics[name]) for name in ENDS[self.kind])
             low, high = torch.maximum(low, self.low), torch.minimum(high, self.high)
             mean, std = (low + high) / 2, (high - low) / 2
         self.center.copy_(torch.clamp(mean, self.low, self.high))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from serl_launcher.networks.mlp import ActionScale
-from serl_launcher.types import Batch, Metrics, Observation, Prefix
+from serl_launcher.types import Batch, Measured, Metrics, Observation, Prefix
 
 
 class Acting(nn.Module, ABC):
@@ -60,6 +60,11 @@ class Policy(Acting):
     def offsets(self) -> dict[str, tuple[int, ...]]:
         """The columns and steps of the batch of `forward`, as in Window.offsets."""
         return {**dict.fromkeys(self.inputs, tuple(range(1 - self.history, 1))), "action": tuple(range(self.horizon))}
+
+    @property
+    def measured(self) -> Measured:
+        """What of windows it has to know statistics of, besides those of each column."""
+        return {}
 
     @abstractmethod
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from serl_client.errors import ConfigError
-from serl_client.spec import Spec
+from serl_client.spec import IMAGES, Spec
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,7 +26,8 @@ from serl_launcher.policies.heads.base import Head, Predict, Target
 from serl_launcher.policies.heads.flow import Flow
 from serl_launcher.policies.heads.gaussian import Gaussian
 from serl_launcher.policies.prefix import ACTION, Rows, named
-from serl_launcher.types import Batch, Metrics, Observation, Prefix
+from serl_launcher.policies.relative import COLUMN, Around, RelativeScale
+from serl_launcher.types import Batch, Measured, Metrics, Observation, Prefix, Window
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +45,13 @@ class HeadPolicy(ScaledPolicy):
         action must be positions too, with names among the observation's names.
     width: D, numbers per action in the network: the Spec's A, then zeros without a loss.
     scale: how actions are scaled, see ActionScale. Samples stay within the Spec's bounds with every scale.
+    relative: entries of the action, by name, that the network sees relative to the present state; `all`; empty: none.
+        `scale` is then of what the network sees, and also, by statistics of their own, of actions outside of it.
     max_delay: rows of the old chunk that the policy learns to continue, at most; below H. 0: it learns none, and a
         head that can guides its samples.
 
     Raises ConfigError if the action's names are not among those of `imitation_target`, for another `max_delay`, and for
-    a scale beyond [-1, 1] with a head that keeps within.
+    a scale beyond [-1, 1] with a head that keeps within; and as RelativeScale does.
     """
 
     graph = "chunks"
@@ -57,15 +60,15 @@ class HeadPolicy(ScaledPolicy):
 
     def __init__(
         self, spec: Spec, *, head: Callable[..., Head], horizon: int, imitation_target: str, width: int,
-        scale: str = "bounds", max_delay: int = 0,
+        scale: str = "bounds", max_delay: int = 0, relative: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         if not 0 <= max_delay < horizon:
             raise ConfigError(f"policy.max_delay={max_delay}: say 0, or fewer rows than policy.horizon={horizon}")
         self.head = head(horizon=horizon, width=width)
-        if self.head.keeps_unit and scale == "std":
+        if self.head.keeps_unit and scale in ("std", "quantile"):
             raise ConfigError(
-                f"{type(self.head).__name__} keeps actions within [-1, 1], and policy.scale=std goes beyond: say "
+                f"{type(self.head).__name__} keeps actions within [-1, 1], and policy.scale={scale} goes beyond: say "
                 "policy.scale=range"
             )
         guidance = "guided" if self.head.guides else None
@@ -75,6 +78,7 @@ class HeadPolicy(ScaledPolicy):
         self.size = spec.action.shape[0]  # A
         self.entries = None if imitation_target == "action" else _entries(spec, imitation_target)
         self.scale = ActionScale(spec.action, scale, imitation_target, self.entries)
+        self.relative = RelativeScale(spec, relative, scale) if relative else None
 
     def prepared(self, observation: Observation, task: Sequence[str]) -> Observation:
         """Add to the observation what `condition` needs of the task, so that the rest works on tensors alone."""
@@ -114,21 +118,38 @@ class HeadPolicy(ScaledPolicy):
             offsets[self.imitation_target] = (*offsets.get(self.imitation_target, ()), *range(1, self.horizon + 1))
         return offsets
 
+    @property
+    def measured(self) -> Measured:
+        if self.relative is None:
+            return {}
+        seen = {name: offsets for name, offsets in self.offsets.items() if not name.startswith(IMAGES)}
+        return {COLUMN: (Window(seen), self._moves)}
+
+    def _moves(self, batch: Batch) -> Tensor:
+        """Return what is imitated, relative to the present state, at the valid steps [n, A].
+
+        What is further away than the robot's bounds are is left out, unless there is nothing else.
+        """
+        assert self.relative is not None  # else nobody asks
+        batch, scale = batch.to(self.scale.center.device), self.relative.scale
+        moves = (self._imitated(batch) - self.relative.present(self._observed(batch)))[batch.valid]
+        is_near = ((scale.low <= moves) & (moves <= scale.high)).all(-1)
+        return moves[is_near] if is_near.any() else moves
+
     def forward(self, batch: Batch) -> tuple[Tensor, Metrics]:
         """Compute the head's mean loss over the valid steps [B].
 
         Steps after the episode's end become the zero of the scale: the batch has zeros there in the robot's units,
         which may lie far outside the action's bounds.
         """
-        action = self.scale.to_unit(self._imitated(batch)) * batch.valid.unsqueeze(-1)  # [B, H, A]
+        observation = self._observed(batch)
+        action = self._scale_at(observation).to_unit(self._imitated(batch)) * batch.valid.unsqueeze(-1)  # [B, H, A]
         chunk = functional.pad(action, (0, self.width - self.size))  # [B, H, D]
         first, counted, old = torch.zeros_like(batch.length), batch.valid, None  # [B], [B, H]
         if self.max_delay:
             first = self._delay(batch)
             old = torch.arange(self.horizon, device=first.device) < first.unsqueeze(1)
             counted = counted & ~old
-        observed = slice(self.history) if self.history > 1 else 0
-        observation = {name: batch.observation[name][:, observed] for name in self.inputs}
         condition = self.condition(self.prepared(observation, batch.task))
         target = Target(chunk, batch.seed, first, batch.length, self.size)
         errors = self.head.errors(self._predict(condition, chunk, old), target)
@@ -169,14 +190,14 @@ class HeadPolicy(ScaledPolicy):
 
     def chunks(self, prepared: Observation, noise: Tensor) -> Tensor:
         """Do what `sample` does after `prepared`: tensors alone, so that it can be one CUDA graph."""
-        condition = self.repeated(self.condition(prepared), len(noise))
+        condition, scale = self.repeated(self.condition(prepared), len(noise)), self._scale_at(prepared, len(noise))
         if not self.max_delay:
             chunk = self.head.sample(self._predict(condition), noise.flatten(0, 1))
-            return self._action(chunk).unflatten(0, noise.shape[:2])  # [n, B, H, A]
+            return self._action(chunk, scale).unflatten(0, noise.shape[:2])  # [n, B, H, A]
         rows = self._rows(prepared, len(noise))
         predict = self._predict(condition, rows.unit, rows.first(self.max_delay))
         chunk = self.head.sample(predict, noise.flatten(0, 1))
-        return rows.kept(self._action(chunk)).unflatten(0, noise.shape[:2])
+        return rows.kept(self._action(chunk, scale)).unflatten(0, noise.shape[:2])
 
     def led(
         self, observation: Observation, noise: Tensor, guidance: Guidance, *, task: Sequence[str],
@@ -187,14 +208,14 @@ class HeadPolicy(ScaledPolicy):
         noise: [B, *noise_shape]. without: what B tasks are compared with. Returns [B, H, A]; with a weight of 0 and a
         task_weight of 1 it is `sample`, bit by bit.
         """
-        predict = self._predict(self.condition(self.prepared(observation, task)))
+        predict, scale = self._predict(self.condition(self.prepared(observation, task))), self._scale_at(observation)
         if guidance.task_weight != 1:
             null = self._predict(self.condition(self.prepared(observation, without)))
             predict = contrasted(predict, null, guidance.task_weight)
         if not guidance.weight:
-            return self._action(self.head.sample(predict, noise))
+            return self._action(self.head.sample(predict, noise), scale)
         head: Any = self.head  # `steers`
-        return self._action(head.steered(predict, noise, guidance.slope(self.scale)))
+        return self._action(head.steered(predict, noise, guidance.slope(scale)), scale)
 
     def guided(self, prepared: Observation, noise: Tensor) -> Tensor:
         """Do what `chunks` does, guided by the old chunk: (1) of prefix.py. It is not recorded as a CUDA graph."""
@@ -202,10 +223,10 @@ class HeadPolicy(ScaledPolicy):
         rows, head = self._rows(prepared, len(noise)), self._flow()
         weights = functional.pad(rows.weights().unsqueeze(-1).expand_as(rows.action), (0, self.width - self.size))
         chunk = head.guided(self._predict(condition), noise.flatten(0, 1), rows.unit, weights)
-        return rows.kept(self._action(chunk)).unflatten(0, noise.shape[:2])
+        return rows.kept(self._action(chunk, self._scale_at(prepared, len(noise)))).unflatten(0, noise.shape[:2])
 
     def _rows(self, prepared: Observation, n: int) -> Rows:
-        return Rows.of(prepared, self.scale.to_unit(prepared[ACTION]), n, self.width)
+        return Rows.of(prepared, self._scale_at(prepared).to_unit(prepared[ACTION]), n, self.width)
 
     def rsample(
         self, observation: Observation, *, seed: Tensor, stream: int = 0, task: Sequence[str] = ()
@@ -217,11 +238,11 @@ class HeadPolicy(ScaledPolicy):
         is a lower bound of the entropy, and falls with the noise level. Without a noise level it is zero.
         Raises ConfigError for another head than a flow.
         """
-        head = self._flow()
+        head, scale = self._flow(), self._scale_at(observation)
         condition = self.condition(self.prepared(observation, task))
         chunk, density = head.rsample(self._predict(condition), normal(seed, self.noise_shape, stream))
-        bounded: Any = Bounded.apply(chunk[..., : self.size], *self.scale.limits())
-        return self.scale.from_unit(bounded), density[..., : self.size].sum((-2, -1))
+        bounded: Any = Bounded.apply(chunk[..., : self.size], *scale.limits())
+        return scale.from_unit(bounded), density[..., : self.size].sum((-2, -1))
 
     def log_prob(self, observation: Observation, action: Tensor, task: Sequence[str] = ()) -> Tensor:
         """Return the log density [B] of action [B, H, A], in the robot's units; it is over scaled actions.
@@ -231,7 +252,8 @@ class HeadPolicy(ScaledPolicy):
         if not isinstance(self.head, Gaussian):
             raise ConfigError(f"only head=gaussian has a density, not {type(self.head).__name__}")
         predict = self._predict(self.condition(self.prepared(observation, task)))
-        chunk = functional.pad(self.scale.to_unit(action), (0, self.width - self.size))
+        unit = self._scale_at(observation).to_unit(action)
+        chunk = functional.pad(unit, (0, self.width - self.size))
         return self.head.log_prob(predict, chunk)[..., : self.size].sum((-2, -1))
 
     def _flow(self) -> Flow:
@@ -239,8 +261,16 @@ class HeadPolicy(ScaledPolicy):
             raise ConfigError(f"only head=flow has a gradient through its sampler, not {type(self.head).__name__}")
         return self.head
 
-    def _action(self, chunk: Tensor) -> Tensor:
-        return self.scale.from_unit(chunk[..., : self.size].clamp(*self.scale.limits()))
+    def _scale_at(self, observation: Observation, n: int = 1) -> ActionScale | Around:
+        """Return the scale of the network's chunks, n for each of B observations."""
+        return self.scale if self.relative is None else self.relative.at(observation, n)
+
+    def _action(self, chunk: Tensor, scale: ActionScale | Around) -> Tensor:
+        return scale.from_unit(chunk[..., : self.size].clamp(*scale.limits()))
+
+    def _observed(self, batch: Batch) -> dict[str, Tensor]:
+        steps = slice(self.history) if self.history > 1 else 0
+        return {name: batch.observation[name][:, steps] for name in self.inputs if name in batch.observation}
 
     def _imitated(self, batch: Batch) -> Tensor:
         if self.entries is None:
@@ -262,14 +292,14 @@ class ChunkPolicy(HeadPolicy):
     def __init__(
         self, spec: Spec, *, encoder: Callable[[Spec], ObservationEncoder], network: Callable[..., ChunkNetwork],
         head: Callable[..., Head], horizon: int, imitation_target: str, scale: str = "bounds", max_delay: int = 0,
-        history: int = 1, tasks: Sequence[str] = (),
+        history: int = 1, tasks: Sequence[str] = (), relative: Sequence[str] = (),
     ) -> None:  # fmt: skip
         if len(set(tasks)) < len(tasks):
             raise ConfigError(f"policy.tasks={list(tasks)}: name each task once")
         width = spec.action.shape[0]
         super().__init__(
             spec, head=head, horizon=horizon, imitation_target=imitation_target, width=width, scale=scale,
-            max_delay=max_delay,
+            max_delay=max_delay, relative=relative,
         )  # fmt: skip
         self.encoder = encoder(spec)
         self.inputs, self.feature_size = self.encoder.inputs, self.encoder.size

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.policies.heads.base import Predict, Slope
+from serl_launcher.policies.relative import Around
 
 DROPPED = 7  # stream of a row's random numbers for leaving its task or its condition out; no head or policy has it
 LEAST = 1e-6  # added to the mean absolute value by which slopes are divided
@@ -32,13 +33,14 @@ class Guidance:
     weight: float
     task_weight: float = 1.0
 
-    def slope(self, scale: ActionScale) -> Slope:
+    def slope(self, scale: ActionScale | Around) -> Slope:
         """Return (1) as a function of guesses [B, H, D], whose first A numbers are scaled actions."""
-        numbers = len(scale.center)
+        low, high = scale.limits()
+        numbers = low.shape[-1]
 
         def slope(guess: Tensor) -> Tensor:
             with torch.enable_grad():
-                tried = guess[..., :numbers].detach().clamp(*scale.limits()).requires_grad_()
+                tried = guess[..., :numbers].detach().clamp(low, high).requires_grad_()
                 (found,) = torch.autograd.grad(self.value(scale.from_unit(tried)).sum(), tried)
             moved = torch.zeros_like(guess)
             moved[..., :numbers] = self.weight * found / (self.size + LEAST)

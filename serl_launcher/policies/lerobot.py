@@ -85,6 +85,11 @@ class LeRobotPolicy(PartlyFrozen, ScaledPolicy):
             files.load(self.inner, folder)
         ours = {theirs: ours for ours, theirs in self._names.items()}
         self.statistics = _Scales(self.fields, found, ours, is_needed=folder is not None)
+        if getattr(self.fields, "use_relative_actions", False) and not self.statistics.is_given:
+            raise ConfigError(
+                "use_relative_actions: the statistics of such actions are not fitted here: say policy.path=FOLDER of a "
+                "policy that has them, or policy=pi0 with policy.relative=[...]"
+            )
         self.frozen = {
             name for name, weight in self.named_parameters(remove_duplicate=False) if not weight.requires_grad
         }

@@ -35,7 +35,7 @@ from serl_launcher.networks.vision import ALL
 from serl_launcher.policies.chunk import HeadPolicy
 from serl_launcher.policies.frozen import PartlyFrozen
 from serl_launcher.policies.heads.base import Head
-from serl_launcher.policies.pi0_checkpoint import is_lerobots, load_pretrained, statistics_at
+from serl_launcher.policies.pi0_checkpoint import is_lerobots, load_pretrained, relative_at, statistics_at
 from serl_launcher.types import Observation
 
 log = logging.getLogger(__name__)
@@ -116,10 +116,11 @@ class PI0(PartlyFrozen, HeadPolicy):
         head: Callable[..., Head], imitation_target: str, width: int, state_size: int, prompt_tokens: int,
         tokenizer: str | None, weights: str | None, freeze: Sequence[str], lora: int | None, precision: str,
         checkpointing: bool, resize: str = "auto", scale: str = "bounds", max_delay: int = 0,
+        relative: Sequence[str] = (),
     ) -> None:  # fmt: skip
         super().__init__(
             spec, head=head, horizon=horizon, imitation_target=imitation_target, width=width, scale=scale,
-            max_delay=max_delay,
+            max_delay=max_delay, relative=relative,
         )  # fmt: skip
         self.sizes, self.image = Gemma(**gemma), Tower(**vision).image
         self.state = StateEncoder(spec)
@@ -132,7 +133,7 @@ class PI0(PartlyFrozen, HeadPolicy):
         self.prompt = Prompt(tokenizer, length=prompt_tokens, vocabulary=self.sizes.vocabulary)
         self._build(Tower(**vision), self.sizes)
         if weights is not None:
-            self._begin_with(weights)
+            self._begin_with(weights, spec)
         check_choice(resize, RESIZES, "resize", "policy.resize")
         is_plain = resize == "plain" or (resize == "auto" and weights is not None and is_lerobots(weights))
         self.antialias = not is_plain
@@ -158,11 +159,11 @@ class PI0(PartlyFrozen, HeadPolicy):
         periods = SHORTEST * (LONGEST / SHORTEST) ** torch.linspace(0, 1, size // 2, dtype=torch.float64)
         self.register_buffer("frequencies", math.tau / periods, persistent=False)  # turns of up to 1571: float64
 
-    def _begin_with(self, path: str) -> None:
+    def _begin_with(self, path: str, spec: Spec) -> None:
         """Load a checkpoint, and the statistics that it was trained with, if it brings any of this robot's size."""
         load_pretrained(self, path)
-        found = statistics_at(path)
-        for name, module, size in (("state", self.state, self.state.size), ("action", self.scale, self.size)):
+        found, scale = statistics_at(path), self.relative.scale if self.relative else self.scale
+        for name, module, size in (("state", self.state, self.state.size), ("action", scale, self.size)):
             if name not in found:
                 log.warning("policy.weights: %s brings no statistics of the %s: they are fitted here", path, name)
             elif len(found[name]["mean"]) != size:
@@ -170,13 +171,30 @@ class PI0(PartlyFrozen, HeadPolicy):
                     "policy.weights: %s brings statistics of %d numbers of the %s, and this robot has %d: they are "
                     "fitted here", path, len(found[name]["mean"]), name, size,
                 )  # fmt: skip
-            elif name == "action" and self.scale.kind != "std":
+            elif name == "action" and scale.kind != "std":
                 raise ConfigError(f"{path} was trained on actions of mean 0 and deviation 1: say policy.scale=std")
             else:
+                if name == "action":
+                    self._check_relative(path, spec)
                 module.keep(found[name]["mean"], found[name]["std"])
                 log.info("policy.weights: the %s is normalised as there: %s", name, {
                     kind: [round(each, 4) for each in values.tolist()] for kind, values in found[name].items()
                 })  # fmt: skip
+
+    def _check_relative(self, path: str, spec: Spec) -> None:
+        own = self.relative.names if self.relative else []
+        learned = relative_at(path, spec.action.names)
+        if learned is not None and learned != own:
+            raise ConfigError(
+                f"{path} was trained on actions of which these are relative to the state: {learned}. "
+                f"Say policy.relative=[{','.join(learned)}]"
+            )
+        if learned is None and not own:
+            log.warning(
+                "policy.weights: %s does not say whether its actions are relative to the state (openpi's "
+                "use_delta_joint_actions): if they are, say policy.relative=[...]",
+                path,
+            )
 
     def _freeze(self, freeze: Sequence[str], lora: int | None) -> None:
         for name in (name for part in (freeze if lora is None else PARTS) for name in PARTS[part]):

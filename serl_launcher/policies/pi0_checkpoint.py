@@ -8,6 +8,7 @@ be stored under its name.
 import json
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import safetensors.torch
@@ -100,6 +101,24 @@ def statistics_at(weights: str) -> dict[str, dict[str, Tensor]]:
                 if re.fullmatch(rf"{theirs}\.{kind}", name) and value.isfinite().all():
                     found.setdefault(ours, {})[kind] = value.float().flatten()
     return {name: kinds for name, kinds in found.items() if len(kinds) == 2}
+
+
+def relative_at(weights: str, names: Sequence[str]) -> list[str] | None:
+    """Return which entries of the action a checkpoint of lerobot has learned relative to the state.
+
+    names: of the robot's action. None: it is not lerobot's, and does not say.
+    """
+    folder = Path(weights).expanduser()
+    file = (folder if folder.is_dir() else folder.parent) / "config.json"
+    fields = json.loads(file.read_text()) if file.is_file() else {}
+    if "type" not in fields:
+        return None
+    theirs = fields.get("action_feature_names")
+    excluded = [str(part).lower() for part in fields.get("relative_exclude_joints") or [] if theirs]
+    return [
+        name for name, their in zip(names, theirs or names, strict=False)
+        if fields.get("use_relative_actions") and not any(part in their.lower() for part in excluded)
+    ]  # fmt: skip
 
 
 def _numbers(folder: Path) -> dict[str, Tensor]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from serl_launcher.policies.heads.flow import Flow
 from serl_launcher.policies.pi0 import PI0
+from serl_launcher.policies.relative import STATE
 
-STATE = "observation.state"
 TOKENIZER, TOKENS = "google/paligemma-3b-pt-224", 257152  # which lerobot's pi0 reads, and how many it knows
 VARIANTS = {(2048, 16384): "gemma_2b", (1024, 4096): "gemma_300m"}  # {(width, mlp): lerobot's name of a stack}
 WHOLE = "model.paligemma_with_expert."
@@ -37,11 +37,16 @@ def save(policy: PI0, spec: Spec, folder: Path) -> None:
     """Write config.json, model.safetensors and the processors' files.
 
     Raises ConfigError for a policy that lerobot's class cannot be: other sizes, a head without a velocity, LoRA that is
-    not merged, more states than `observation.state`, the byte tokenizer, images that are resized otherwise, and a scale
-    with two sides.
+    not merged, more states than `observation.state`, the byte tokenizer, images that are resized otherwise, a scale
+    with two sides, and relative entries that its steps cannot choose.
     """
-    normalisation = _normalisation(policy)
+    normalisation, relative = _normalisation(policy), _relative(policy, spec)
     config = _config(policy, spec, {kind: mode for kind, (mode, _) in normalisation.items()})
+    if relative:
+        config |= {
+            "use_relative_actions": True, "relative_exclude_joints": relative["exclude_joints"],
+            "action_feature_names": relative["action_names"],
+        }  # fmt: skip
     tensors = {name: tensor.contiguous() for name, tensor in _tensors(policy).items()}
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config, indent=4))
@@ -60,10 +65,12 @@ def save(policy: PI0, spec: Spec, folder: Path) -> None:
                 "max_length": policy.prompt.length, "task_key": "task", "padding_side": "right",
                 "padding": "max_length", "truncation": True, "tokenizer_name": TOKENIZER,
             }),
-            ("device_processor", device), ("normalizer_processor", {**scales, "features": features}),
+            ("device_processor", device), *[("relative_actions_processor", relative)] * bool(relative),
+            ("normalizer_processor", {**scales, "features": features}),
         ],
         "policy_postprocessor": [
-            ("unnormalizer_processor", {**scales, "features": config["output_features"]}), ("device_processor", device),
+            ("unnormalizer_processor", {**scales, "features": config["output_features"]}),
+            *[("absolute_actions_processor", {"enabled": True})] * bool(relative), ("device_processor", device),
         ],
     }  # fmt: skip
     for name, steps in pipelines.items():
@@ -107,13 +114,34 @@ def _config(policy: PI0, spec: Spec, modes: dict[str, str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _relative(policy: PI0, spec: Spec) -> dict[str, Any]:
+    """Return the options of lerobot's step that subtracts the state (since 0.6); empty where nothing is relative.
+
+    It takes the state's entries in their order, and leaves out every entry whose name holds one of the words.
+    """
+    if policy.relative is None:
+        return {}
+    names = spec.action.names
+    words = [name for name, place in zip(names, policy.relative.places, strict=True) if place is None]
+    taken = [name for name in names if not any(word.lower() in name.lower() for word in words)]
+    stands = [place in (None, (STATE, index)) for index, place in enumerate(policy.relative.places)]
+    if taken != policy.relative.names or not all(stands) or policy.state.size < policy.size:
+        raise ConfigError(
+            f"lerobot subtracts the first {policy.size} numbers of {STATE} in their order, but those whose name holds "
+            f"one of {words}. That is another choice than policy.relative=[{','.join(policy.relative.names)}] here: "
+            "export without --lerobot"
+        )
+    return {"enabled": True, "exclude_joints": words, "action_names": list(names)}
+
+
 def _normalisation(policy: PI0) -> dict[str, tuple[str, dict[str, Tensor]]]:
     """Return {kind of feature: (lerobot's mode, its statistics)}."""
-    center, half = policy.scale.center, policy.scale.half_range
+    scale = policy.relative.scale if policy.relative else policy.scale
+    center, half = scale.center, scale.half_range
     state = ("MEAN_STD", {"mean": policy.state.mean, "std": policy.state.std})
-    if policy.scale.kind == "std":
+    if scale.kind == "std":
         return {"STATE": state, "ACTION": ("MEAN_STD", {"mean": center, "std": half})}
-    if not torch.equal(policy.scale.sides[0], policy.scale.sides[1]):
+    if not torch.equal(scale.sides[0], scale.sides[1]):
         raise ConfigError(
             "lerobot's scales are the same on both sides of the neutral action: train with policy.scale=std"
         )

@@ -1,4 +1,4 @@
-"""Samples batches from several replay buffers by their shares; computes normalisation statistics."""
+"""Samples batches from several replay buffers by their shares."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from serl_client.errors import ConfigError
-from serl_client.limits import Limits
-from serl_client.spec import Array, Feature, Spec
+from serl_client.spec import Feature, Spec
 
 from serl_launcher.replay.batches import BatchMemory, batch_of
 from serl_launcher.replay.buffer import SCAN, ReplayBuffer
@@ -374,27 +372,3 @@ class ReplayMixture:
         for name, derived in state.get("derived", {}).items():
             if name in self.buffers:
                 self.buffers[name].derived.load_state_dict(derived)
-
-
-def statistics(mixture: ReplayMixture, name: str) -> dict[str, dict[str, Array]]:
-    """Return {mean, std, low, high, q01, q99 (the quantiles of 1 and 99 %): {column: [*shape]}} of the actions and of
-    each float observation.
-
-    name: the source or view. Values beyond their limits are left out, unless there are no others: an operator may
-    have taken such an episode back. Raises ConfigError if it is empty.
-    """
-    found: dict[str, dict[str, Array]] = {kind: {} for kind in ("mean", "std", "low", "high", "q01", "q99")}
-    parts, limits = mixture.views[name].of, Limits(mixture.spec)
-    features = {"action": mixture.spec.action, **mixture.spec.observation}
-    for key in [key for key, feature in features.items() if feature.dtype.startswith("float")]:
-        rows = np.concatenate([mixture.buffers[part].observed(key, mixture.in_view(name, part)) for part in parts])
-        rows = rows[np.isfinite(rows).all(tuple(range(1, rows.ndim)))]
-        if not len(rows):
-            raise ConfigError(f"no statistics of {key}: source or view {name!r} holds no steps yet; collect some first")
-        _, low, high = limits.found[key]
-        usual = ((low <= rows) & (rows <= high)).reshape(len(rows), -1).all(1)
-        rows = rows[usual] if usual.any() else rows
-        found["mean"][key], found["std"][key] = rows.mean(0, dtype=np.float64), rows.std(0, dtype=np.float64)
-        found["low"][key], found["high"][key] = rows.min(0), rows.max(0)
-        found["q01"][key], found["q99"][key] = np.quantile(rows, (0.01, 0.99), axis=0)
-    return found

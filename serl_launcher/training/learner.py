@@ -16,8 +16,9 @@ from serl_client.connection import Connection
 from serl_client.console import Console
 from serl_client.errors import RetakeError
 
-from serl_launcher.replay.mixture import ReplayMixture, statistics
+from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.once import Seen
+from serl_launcher.replay.statistics import statistics
 from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.counters import RunCounters, evaluation
 from serl_launcher.training.forecast import Forecast
@@ -229,7 +230,7 @@ class Learner:
         """Fit the normalisers, once there are rows; not if the plan ends before that."""
         await_rows(self.sources, source, self._turn, lambda: self._is_stopped() or self._is_ending())
         if self.sources.size(source)[0] or not (self._is_stopped() or self._is_ending()):
-            self.ranks.set_statistics(statistics(self.sources, source))
+            self.ranks.set_statistics(statistics(self.sources, source, self.ranks.algorithm.measured))
         elif self._is_stopped():
             raise _Stopped
         else:

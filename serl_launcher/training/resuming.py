@@ -22,6 +22,7 @@ from serl_launcher.training.plan_edits import check_edits
 FORMAT = 4  # of the state; 4: tensors lie in a file of their own
 MANIFEST = "manifest.json"
 ADDED = ("batch_size", "policy.resize")  # checkpoints of earlier versions do not tell these
+ABSOLUTE = ("relative", [])  # of a policy, as checkpoints of earlier versions are without telling it
 DAMAGE = (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError)  # what a damaged manifest sets off
 
 
@@ -168,8 +169,14 @@ def _settings(
     settings: Mapping[str, Any], manifest: Mapping[str, Any], may_change: Callable[[], Collection[str]]
 ) -> tuple[dict[str, Any], dict[str, Any], Collection[str]]:
     """Return this run's settings and the checkpoint's, as trees, and the names of those that may differ."""
-    now, then = json.loads(json.dumps(settings)), renamed(manifest["config"])
+    now, then = _told(json.loads(json.dumps(settings))), _told(renamed(manifest["config"]))
     return now, then, may_change() if difference(now, then, ADDED) else ()
+
+
+def _told(tree: Any) -> Any:
+    if not isinstance(tree, Mapping):
+        return tree
+    return {key: _told(value) for key, value in tree.items() if (key, value) != ABSOLUTE}
 
 
 def _of_policies(now: Mapping[str, Any], then: Mapping[str, Any], free: Collection[str]) -> str:

@@ -128,6 +128,7 @@ def test_a_neutral_action_changes_nothing_where_it_is_unsaid_or_the_data_scale()
 def test_the_action_scale_maps_what_the_data_hold_to_one_and_back():
     wide = Feature((3,), low=[-31.4, -1, -1], high=[31.4, 1, 1])
     column = {"mean": [0.5, 0.5, 0.2], "std": [0.25, 0.0, 0.5], "low": [0, 0.5, -4], "high": [2, 0.5, 0.6]}
+    column |= {"q01": [0.1, 0.5, -0.5], "q99": [1.9, 0.5, 0.5]}
     fitted = {kind: {"action": np.array(values)} for kind, values in column.items()}
     scales = {kind: ActionScale(wide, kind) for kind in SCALES}
     before = scales["range"].to_unit(torch.ones(3))
@@ -139,6 +140,9 @@ def test_the_action_scale_maps_what_the_data_hold_to_one_and_back():
     torch.testing.assert_close(unit, torch.tensor([[-1.0, 0.0, -1.0], [1.0, 1.0, 1.0]]))
     unit = scales["std"].to_unit(torch.tensor([[0.5, 0.5, 0.2], [0.75, 0.51, 0.7]]))
     torch.testing.assert_close(unit, torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]))
+    action, low, high = (torch.tensor(each) for each in ([[0.3, 0.5, 0.9]], [0.1, 0.5, -0.5], [1.9, 0.5, 0.5]))
+    openpis = (action - low) / (high - low + 1e-6) * 2 - 1  # Normalize with use_quantiles
+    torch.testing.assert_close(scales["quantile"].to_unit(action)[:, ::2], openpis[:, ::2])
     for kind, scale in scales.items():
         low, high = scale.limits()
         torch.testing.assert_close(scale.from_unit(low), torch.tensor([-31.4, -1.0, -1.0]))
@@ -146,7 +150,7 @@ def test_the_action_scale_maps_what_the_data_hold_to_one_and_back():
         other = ActionScale(wide, kind)
         other.load_state_dict(scale.state_dict())
         assert torch.equal(other.to_unit(torch.ones(3)), scale.to_unit(torch.ones(3)))
-    with pytest.raises(ConfigError, match=r"policy\.scale=log: say one of bounds, range, std"):
+    with pytest.raises(ConfigError, match=r"policy\.scale=log: say one of bounds, range, std, quantile"):
         ActionScale(wide, "log")
 
 

@@ -8,9 +8,11 @@ import pytest
 import safetensors.torch
 import torch
 from hydra.utils import instantiate
-from serl_client import ConfigError
+from serl_client import ConfigError, Feature
 
+from serl_launcher.networks.mlp import Normaliser
 from serl_launcher.policies import pi0_lerobot
+from serl_launcher.policies.relative import COLUMN
 from serl_launcher.training import build, memory
 from serl_launcher.types import Window
 from tests.shared import lerobot_policies as small
@@ -26,8 +28,13 @@ KINDS = [
     pytest.param(kind, marks=[pytest.mark.skipif(kind[:2] == "pi" and not NEWEST, reason="lerobot 0.6 on Python 3.12")])
     for kind in small.SMALL
 ]
+NAMES = ("pan", "lift", "flex", "gripper", "load")
+NAMED = replace(
+    SPEC, observation={**SPEC.observation, STATE: Feature((5,), names=NAMES)},
+    action=replace(SPEC.action, names=NAMES[:4]),
+)  # fmt: skip
 FITTED = {
-    kind: {STATE: torch.full((5,), value), "action": torch.full((4,), value)}
+    kind: {STATE: torch.full((5,), value), **dict.fromkeys(("action", COLUMN), torch.full((4,), value))}
     for kind, value in {"mean": 1.0, "std": 2.0, "low": -1.0, "high": 4.0, "q01": -1.0, "q99": 3.0}.items()
 }
 
@@ -97,29 +104,87 @@ def test_loss_and_chunk_are_those_of_lerobot_and_what_is_saved_gives_them_there(
     torch.testing.assert_close(moved, there.clamp(-3, 3), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.skipif(not NEWEST, reason="lerobot 0.6 on Python 3.12")
-@pytest.mark.parametrize("scale", ["std", "range"])
-def test_our_pi0_gives_the_same_chunk_in_lerobot(scale, folder, words, tmp_path, monkeypatch):
+@pytest.fixture
+def our_pi0(words, monkeypatch):
+    """Makes a small PI0 of ours with random weights and the tokenizer of lerobot's small ones."""
     sizes = {"width": 32, "mlp": 64, "expert_width": 32, "expert_mlp": 64, "depth": 2, "heads": 8, "head_dim": 8}
-    vision = {"width": 16, "depth": 1, "heads": 2, "mlp": 32, "patch": 14, "image": 28}
-    options = {"gemma": {**sizes, "kv_heads": 1, "vocabulary": 300}, "vision": vision, "horizon": 6, "width": 32}
-    config = config_of("+policy=pi0_tiny", "head.steps=3").policy
-    policy = instantiate(config)(SPEC, tokenizer=str(words), prompt_tokens=48, scale=scale, resize="plain", **options)
-    randomise(policy)
-    for module in (policy.state, policy.scale):
-        module.set_statistics(FITTED)
-    (saved := tmp_path / "saved").mkdir()
-    with pytest.raises(ConfigError, match="has the sizes of policy=pi0 alone"):
-        pi0_lerobot.save(policy, SPEC, saved)
+    known = {"gemma": {**sizes, "kv_heads": 1, "vocabulary": 300}, "horizon": 6, "width": 32, "resize": "plain"}
     monkeypatch.setattr(pi0_lerobot, "VARIANTS", {(32, 64): "gemma_2b"})
-    pi0_lerobot.save(policy, SPEC, saved)
-    given = batch(SPEC, 3, window=Window(policy.offsets), task=small.TASKS)
+
+    def made(spec=SPEC, image=28, **options):
+        vision = {"width": 16, "depth": 1, "heads": 2, "mlp": 32, "patch": 14, "image": image}
+        make, own = instantiate(config_of("+policy=pi0_tiny", "head.steps=3").policy), {"vision": vision, **options}
+        policy = make(spec, tokenizer=str(words), prompt_tokens=48, **known, **own)
+        if "weights" not in options:
+            randomise(policy)
+            for module in (module for module in policy.modules() if isinstance(module, Normaliser)):
+                module.set_statistics(FITTED)
+        return policy
+
+    return made
+
+
+def chunks(policy, spec, saved):
+    """The chunk of our PI0, and that of lerobot's class of the folder `saved`, for the same images, state and noise."""
+    given = batch(spec, 3, window=Window(policy.offsets), task=small.TASKS)
     seen = {name: value[:, 0] for name, value in given.observation.items()}
     noise = torch.randn(1, 3, 6, 32, generator=torch.Generator().manual_seed(5))
     chunk = policy.sample(seen, task=small.TASKS, noise=noise.unsqueeze(2))[0]
-    there = small.Theirs(saved).chunk(given.observation, small.TASKS, noise[0]).clamp(-3, 3)
     assert chunk.std(0).max() > 0.01
-    torch.testing.assert_close(chunk, there, atol=1e-4, rtol=1e-4)
+    return chunk, small.Theirs(saved).chunk(given.observation, small.TASKS, noise[0]).clamp(-3, 3)
+
+
+@pytest.mark.skipif(not NEWEST, reason="lerobot 0.6 on Python 3.12")
+@pytest.mark.parametrize("scale", ["std", "range", "quantile"])
+def test_our_pi0_gives_the_same_chunk_in_lerobot(scale, folder, our_pi0, tmp_path, monkeypatch):
+    policy = our_pi0(scale=scale)
+    pi0_lerobot.save(policy, SPEC, tmp_path)
+    torch.testing.assert_close(*chunks(policy, SPEC, tmp_path), atol=1e-4, rtol=1e-4)
+    monkeypatch.setattr(pi0_lerobot, "VARIANTS", {})
+    with pytest.raises(ConfigError, match="has the sizes of policy=pi0 alone"):
+        pi0_lerobot.save(policy, SPEC, tmp_path)
+
+
+@pytest.mark.skipif(not NEWEST, reason="lerobot 0.6 on Python 3.12")
+def test_relative_chunks_are_those_of_lerobots_steps_there_and_back(folder, our_pi0, tmp_path):
+    arm = list(NAMES[:3])
+    policy = our_pi0(NAMED, scale="std", relative=arm)
+    pi0_lerobot.save(policy, NAMED, tmp_path)
+    ours, theirs = chunks(policy, NAMED, tmp_path)
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match=r"Say policy\.relative=\[pan,lift,flex\]"):
+        our_pi0(NAMED, scale="std", weights=str(tmp_path))
+    begun = our_pi0(NAMED, scale="std", weights=str(tmp_path), relative=arm)
+    torch.testing.assert_close(chunks(begun, NAMED, tmp_path)[0], theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not NEWEST, reason="lerobot 0.6 on Python 3.12")
+@pytest.mark.parametrize("lacks", [False, True], ids=["all cameras", "one absent"])
+@pytest.mark.parametrize("shape", [(56, 56, 3), (224, 224, 3), (480, 640, 3)], ids=str)
+def test_images_of_every_size_and_absent_cameras_are_seen_as_in_lerobot(shape, lacks, folder, our_pi0, tmp_path):
+    spec = replace(SPEC, observation={**SPEC.observation, **dict.fromkeys((SIDE, TOP), Feature(shape, "uint8"))})
+    policy = our_pi0(spec, image=224, scale="std")
+    pi0_lerobot.save(policy, spec, tmp_path)
+    if lacks:
+        features = json.loads((tmp_path / "config.json").read_text())["input_features"]
+        change(tmp_path, input_features={"observation.images.absent": features[TOP], **features})
+    torch.testing.assert_close(*chunks(policy, spec, tmp_path), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(not NEWEST, reason="lerobot 0.6 on Python 3.12")
+def test_relative_actions_of_a_folder_are_lerobots_and_their_statistics_are_not_fitted(folder, tmp_path):
+    there = folder("pi0", use_relative_actions=True)
+    policy, theirs = ours(path=str(there)), small.Theirs(there)
+    given = rows(policy)
+    torch.testing.assert_close(policy(given)[0], theirs.loss(given), atol=1e-6, rtol=1e-5)
+    noise = torch.randn(1, 3, *policy.noise_shape)
+    chunk = policy.sample(
+        {name: value[:, 0] for name, value in given.observation.items()}, task=small.TASKS, noise=noise
+    )
+    expected = theirs.chunk(given.observation, small.TASKS, noise[0, :, 0]).clamp(-3, 3)
+    torch.testing.assert_close(chunk[0], expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ConfigError, match=r"use_relative_actions: .* say policy\.path="):
+        ours(type="pi0", options={**small.PI, "use_relative_actions": True})
 
 
 def test_without_images_an_act_reads_the_state_as_that_of_its_environment(caplog):

@@ -14,6 +14,7 @@ from transformers import SiglipVisionModel as Siglip
 from serl_launcher.networks.seeded_noise import normal, uniform
 from serl_launcher.policies.heads.flow import TIME
 from serl_launcher.policies.pi0 import TOKENS, WORDS, fitted
+from tests.policies import test_relative as relative
 from tests.shared import pi0
 from tests.shared.models import REACH, STATE, now, robot
 from tests.shared.pi0 import LEFT, ROWS, TASKS, TOP, WIDTH, action_of, batch_of, gradients, make, observation_of
@@ -160,6 +161,27 @@ def test_images_keep_their_shape_and_black_bars_fill_the_square():
     torch.testing.assert_close(shrunk[:, :, :, 8:56], torch.full((1, 3, 64, 48), 0.5))
     assert (shrunk[:, :, :, :8] == -1).all()
     assert fitted(torch.zeros(1, 3, 30, 97), 64, antialias=True).shape == (1, 3, 64, 64)
+
+
+@torch.no_grad()
+def test_relative_chunks_are_what_openpis_transforms_make_of_the_same_network():
+    ours, plain = (pi0.make(spec=relative.SPEC, scale="std", relative=names) for names in (["wrist", "elbow"], []))
+    for scale in (ours.relative.scale, plain.scale):
+        scale.set_statistics(relative.STATISTICS)
+    rows = relative.rows_of(ours, ROWS, task=TASKS)
+    torch.testing.assert_close(ours(rows)[0], plain(relative.delta_actions(rows))[0])
+    seen = now(rows.observation)
+    moved = relative.offset(seen[STATE])
+    assert_close(action_of(ours, seen), action_of(plain, seen) + moved)
+    assert moved.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("shape", [(56, 56), (224, 224), (480, 640), (640, 480)], ids=str)
+def test_images_of_every_size_are_fitted_as_lerobot_does(shape):
+    lerobot = pytest.importorskip("lerobot.policies.pi0.modeling_pi0", reason="the extra `data` is not installed")
+    image = torch.rand(2, 3, *shape) * 2 - 1
+    theirs = lerobot.resize_with_pad_torch(image, 224, 224)
+    assert_close(fitted(image, 224, antialias=False), theirs)
 
 
 # -- cameras and states

@@ -1,23 +1,34 @@
 """PI0 begins with the checkpoints of others, and sends what those who act need."""
 
 import json
+import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from serl_client import ConfigError
+from serl_client import ConfigError, Feature
 from torch import nn
 from transformers import GemmaConfig, GemmaForCausalLM, PaliGemmaConfig
 from transformers import PaliGemmaForConditionalGeneration as PaliGemma
 
+from serl_launcher.policies import pi0_lerobot
 from serl_launcher.policies.frozen import FROZEN
 from serl_launcher.policies.pi0_checkpoint import load_pretrained
-from tests.shared.models import STATE, assert_same, weights
-from tests.shared.pi0 import LEFT, TEXT, VISION, WIDTH, action_of, make, randomise
+from tests.shared.models import STATE, algorithm_of, assert_same, weights
+from tests.shared.pi0 import LEFT, TEXT, VISION, WIDTH, action_of, make, observation_of, randomise, spec_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.slow]  # its import alone takes seconds
+
+
+SPEC = replace(spec_of(LEFT), action=Feature((2,), low=-100, high=100))  # so that no number is clipped
+NAMED = replace(
+    SPEC, observation={**SPEC.observation, STATE: Feature((5,), names=("wrist", "gripper", "a", "b", "c"))},
+    action=replace(SPEC.action, names=("wrist", "gripper")),
+)  # fmt: skip
+KINDS = ("mean", "std")
 
 
 # -- what is saved and sent
@@ -206,6 +217,87 @@ def test_what_would_scale_otherwise_than_the_checkpoint_is_refused(reference, tm
     shutil.copytree(tmp_path / "assets/trossen", tmp_path / "assets/libero")
     with pytest.raises(ConfigError, match="statistics of several datasets: remove all but this robot's"):
         make(LEFT, weights=str(tmp_path), scale="std")
+
+
+def said(folder, *words):
+    """The policy that a user's words make of a folder, as a run's."""
+    pinned = ("policy.vision.image=64", "policy.vision.patch=8", "policy.scale=std", "policy.precision=float32")
+    return algorithm_of(SPEC, "algo=sft", "policy=pi0_tiny", *pinned, f"policy.weights={folder}", *words).policy
+
+
+FITTED = {"state": (torch.full((5,), 0.5), torch.full((5,), 2.0)), "action": (torch.ones(2) / 2, torch.ones(2) / 8)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "given", "kept"),
+    [
+        ("lerobot", 2, ("state", "action")),
+        ("openpi", 2, ("state", "action")),
+        ("lerobot", 1, ("state",)),
+        ("lerobot", None, ()),
+    ],
+    ids=["fine-tuned", "openpi", "another action size", "without statistics"],
+)
+def test_a_folder_acts_by_its_own_statistics_and_by_the_datas_where_it_has_none(
+    layout, given, kept, reference, tmp_path
+):
+    if given is None:
+        safetensors.torch.save_file(checkpoint(reference, layout), tmp_path / "model.safetensors")
+    else:
+        brings(tmp_path, layout, checkpoint(reference, layout), action=given)
+    policy = said(tmp_path)
+    policy.state.set_statistics({kind: {STATE: each} for kind, each in zip(KINDS, FITTED["state"], strict=True)})
+    policy.scale.set_statistics({kind: {"action": each} for kind, each in zip(KINDS, FITTED["action"], strict=True)})
+    (center, spread), (mean, std) = ((STATISTICS if part in kept else FITTED)[part] for part in ("action", "state"))
+    plain = filled_by_hand(make(spec=SPEC, scale="std"), reference)
+    plain.scale.keep(torch.zeros(2), torch.ones(2))
+    seen = observation_of(policy)
+    unit = action_of(plain, {**seen, STATE: (seen[STATE] - mean) / std})
+    torch.testing.assert_close(action_of(policy, seen), center + spread * unit, atol=1e-5, rtol=1e-5)
+
+
+def test_a_folder_of_another_action_size_in_the_network_is_refused_in_one_sentence(reference, tmp_path):
+    safetensors.torch.save_file(checkpoint(reference, "openpi"), tmp_path / "model.safetensors")
+    text = r"action_in\.weight: \(96, 8\) there, \(96, 16\) here.*: choose the policy's sizes as in the checkpoint"
+    with pytest.raises(ConfigError, match=text):
+        said(tmp_path, "policy.width=16")
+
+
+def test_a_folder_whose_actions_are_relative_is_taken_by_those_words_alone(reference, tmp_path, caplog):
+    brings(tmp_path, "lerobot", checkpoint(reference, "lerobot"))
+    described = {"type": "pi0", "use_relative_actions": True, "relative_exclude_joints": ["Grip"]}
+    options = {"weights": str(tmp_path), "scale": "std", "spec": NAMED}
+    for names, words in ((["wrist", "gripper"], ["wrist"]), (None, ["wrist", "gripper"])):
+        (tmp_path / "config.json").write_text(json.dumps({**described, "action_feature_names": names}))
+        with pytest.raises(ConfigError, match=re.escape(f"Say policy.relative=[{','.join(words)}]")):
+            make(LEFT, **options)
+        kept = make(LEFT, relative=words, **options).relative.scale
+        assert (kept.is_given, kept.center.tolist()) == (True, pytest.approx([0.1, 0.2]))
+    (tmp_path / "config.json").write_text(json.dumps({"type": "pi0"}))  # of lerobot before 0.6
+    make(LEFT, **options)
+    with pytest.raises(ConfigError, match=re.escape("Say policy.relative=[]")):
+        make(LEFT, relative=["wrist"], **options)
+    assert "does not say whether" not in caplog.text
+    (tmp_path / "config.json").unlink()
+    make(LEFT, relative=["wrist"], **options)
+    assert "does not say whether" not in caplog.text
+    make(LEFT, **options)
+    assert "does not say whether its actions are relative" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("names", "relative"),
+    [(("arm", "gripper_arm"), ["gripper_arm"]), (("gripper", "wrist"), ["gripper", "wrist"])],
+    ids=["a name within another", "another order"],
+)
+def test_relative_chunks_that_lerobots_step_cannot_make_are_not_exported(names, relative, tmp_path):
+    state = ("arm", "gripper_arm") if "arm" in names else ("wrist", "gripper")
+    spec = replace(
+        NAMED, observation={**NAMED.observation, STATE: Feature((5,), names=(*state, *"abc"))},
+        action=replace(NAMED.action, names=names),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"another choice than policy\.relative=.*: export without --lerobot"):
+        pi0_lerobot.save(make(LEFT, spec=spec, relative=relative, scale="std"), spec, tmp_path)
 
 
 def test_a_policy_begins_with_its_checkpoint_whatever_then_trains_of_it(reference, tmp_path):

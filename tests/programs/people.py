@@ -104,7 +104,7 @@ class Person(Run):
             with here.answering(config, local):
                 found.append(self.direct(self.act(*words)))
 
-        here.start(self.run_dir, [*words, *TINY, f"inference_port={self.ports[1]}"], acts=False, beside=beside)
+        here.start(self.run_dir, [*words, *TINY, *learns, f"inference_port={self.ports[1]}"], acts=False, beside=beside)
         return found[0]
 
     def direct(self, actor):

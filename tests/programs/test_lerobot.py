@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 from sitecustomize import PATIENT  # tests/watch
 
 from robot_infra.drivers.urdf import Kinematics
@@ -116,8 +117,12 @@ def test_an_so101_is_demonstrated_with_and_practised_with_by_words_alone(person,
     words, follower, leader = so101
     stood = follower.positions
     with moving(leader):
-        assert ("libtorch" in person.practised(words)) == needs_torch
+        joints = f"policy.relative=[{','.join(JOINTS[:5])}]"
+        assert ("libtorch" in person.practised(words, learns=[joints])) == needs_torch
     check_rows(person, jump=15)
+    newest = max((person.run_dir / "weights").glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
+    moved = load_file(newest)["relative.scale.half_range"]
+    assert 0 < moved[0] < 50, "degrees of a chunk: its bounds are 200 apart"
     first = {number: follower.servos[number].goals[0][1] for number in stood}
     assert first == pytest.approx(stood, abs=1), "torque came on where each servo stood"
     shoulder = np.array([goal for _, goal in follower.servos[1].goals])

@@ -9,7 +9,7 @@ import torch
 from serl_client import ConfigError, Outcome
 
 from serl_launcher.replay.choice import Choice
-from serl_launcher.replay.mixture import ReplayMixture, statistics
+from serl_launcher.replay.mixture import ReplayMixture
 from serl_launcher.replay.views import EpisodeInfo, View
 from serl_launcher.store import layout
 from serl_launcher.training.counters import value_error
@@ -60,17 +60,6 @@ def test_a_step_has_one_id_in_every_batch_and_no_other_step_has_it(push, sources
         for start, step in zip(batch.observation[STATE][:, 0, :2].tolist(), batch.step_id.tolist(), strict=True):
             assert ids.setdefault(step, start) == start
     assert len(ids) == 8
-
-
-def test_statistics_are_of_each_column_of_what_a_view_holds(push, sources, make_segment):
-    for seq, (key, won) in enumerate(((1, True), (5, True), (9, False))):
-        push("A", make_segment(f"e{seq}", key, 0, 3, ends="terminated"), Outcome(f"e{seq}", won))
-    found = statistics(sources(), "success")
-    assert {name: column[STATE].tolist() for name, column in found.items()} == {
-        "mean": [3, 1] * 4, "std": pytest.approx([2, (2 / 3) ** 0.5] * 4), "low": [1, 0] * 4, "high": [5, 2] * 4,
-        "q01": pytest.approx([1, 0] * 4), "q99": pytest.approx([5, 2] * 4),
-    }  # fmt: skip
-    assert found["low"]["action"].tolist() == found["high"]["action"].tolist() == [0.5, 0.5]
 
 
 def test_each_window_has_the_task_of_its_episode(push, sources, make_segment):

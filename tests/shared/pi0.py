@@ -31,14 +31,14 @@ def policy_config(name):
     return config_of(f"+policy={name}").policy
 
 
-def make(*cameras, seed=0, noise_level=None, steps=10, **options):
+def make(*cameras, spec=None, seed=0, noise_level=None, steps=10, **options):
     """Return pi0_tiny with random weights, norms and biases among them, or those of a checkpoint (`weights`)."""
     config = policy_config("pi0_tiny")
     options = {"head": partial(Flow, steps=steps, noise_level=noise_level), **options}
     pinned = {"gemma": {}, "vision": {"image": VISION["image_size"], "patch": VISION["patch_size"]}}
     sizes = {name: {**config[name], **pinned[name], **options.pop(name, {})} for name in pinned}
     torch.manual_seed(seed)
-    policy = instantiate(config)(spec_of(*cameras), **sizes, **options)
+    policy = instantiate(config)(spec or spec_of(*cameras), **sizes, **options)
     if "weights" not in options:
         randomise(policy)
     return policy

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from serl_client import ConfigError, Outcome
 
-from serl_launcher.replay.mixture import ReplayMixture, statistics
+from serl_launcher.replay.mixture import ReplayMixture
+from serl_launcher.replay.statistics import statistics
 from serl_launcher.replay.views import View
 from serl_launcher.store.store import Store
 from serl_launcher.types import Window

@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from omegaconf import OmegaConf
+from serl_client import Feature
 
 from serl_launcher.config import composed
 from serl_launcher.store import weights
@@ -19,7 +21,11 @@ from tests.shared.models import CAMERA, robot
 from tests.shared.tools import called
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SPEC = robot(states=3, shape=(32, 32, 3))
+PLAIN = robot(states=3, shape=(32, 32, 3))
+SPEC = replace(
+    PLAIN, observation={**PLAIN.observation, STATE: Feature((3,), names=("load", "elbow", "wrist"))},
+    action=replace(PLAIN.action, names=("wrist", "elbow")),
+)  # fmt: skip
 SMALL = ["policy.network.hidden=[16]", "policy.horizon=4"]
 CHUNK = ["policy=chunk", "network.hidden=[16]", "policy.horizon=4"]
 ALONE = """
@@ -56,7 +62,7 @@ def case(*words, often=False):
 @pytest.mark.parametrize(
     "words",
     [
-        case("algo=sft", "head=mip", "policy.history=2", *CHUNK, often=True),
+        case("algo=sft", "head=mip", "policy.history=2", "policy.relative=[elbow]", *CHUNK, often=True),
         case("algo=sft", "policy=pi0_tiny", often=True),
         case("algo=sft", *SMALL),
         case("algo=sft", "head=ddpm", *CHUNK),

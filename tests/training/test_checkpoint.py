@@ -195,8 +195,11 @@ def test_options_that_a_class_declares_may_change_on_a_trained_run_and_no_others
 def test_a_checkpoint_from_before_an_option_was_there_is_taken(tmp_path, spec):
     policy = {"algo": {"policy": {"width": 32}}}
     keep(Checkpoints(tmp_path, spec=spec, config=policy), updates=1, state=state(1))
-    now = {"algo": {"policy": {"width": 32, "resize": "auto"}}, "batch_size": 8}
+    now = {"algo": {"policy": {"width": 32, "resize": "auto", "relative": []}}, "batch_size": 8}
     assert Checkpoints(tmp_path, spec=spec, config=now).load()
+    now["algo"]["policy"]["relative"] = ["wrist"]
+    with pytest.raises(ConfigError, match=r"checkpoint's: algo\.policy\.relative: \['wrist'\], nothing\. Ask"):
+        Checkpoints(tmp_path, spec=spec, config=now).load()
 
 
 def test_metrics_are_continued_and_a_torn_line_costs_only_itself(tmp_path):

@@ -12,7 +12,7 @@ from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.errors import RetakeError
 
-from serl_launcher.replay.mixture import statistics
+from serl_launcher.replay.statistics import statistics
 from serl_launcher.training import learner, presence
 from serl_launcher.training.metrics import read
 from tests.shared.clients import RawActor, push_episodes

@@ -16,7 +16,7 @@ from serl_client import messages as m
 from serl_client.connection import Connection
 from serl_client.errors import RetakeError
 
-from serl_launcher.replay.mixture import statistics
+from serl_launcher.replay.statistics import statistics
 from serl_launcher.service.link import capacities
 from serl_launcher.training import monitor, writers
 from serl_launcher.training.staging import Staging
