@@ -27,6 +27,7 @@ from serl_launcher.config import composed, groups
 from serl_launcher.training.plan_reader import plan_of
 from tests.shared.common import CONFIG, ROOT
 from tests.shared.here import start
+from tests.shared.lerobot_policies import ACT_WORD
 from tests.shared.policy_servers import still
 
 from .test_refusals import WHOLE
@@ -111,6 +112,8 @@ def small(words: list[str]) -> list[str]:
         said.append(f"+task.env.options.max_episode_steps={STEPS}")
     if config.task.env.get("clock") == "real" and "max_steps" in config.task.env:
         said.append(f"task.env.max_steps={STEPS}")
+    if "type" in config.policy:
+        said.append(ACT_WORD)
     if "url" in config.policy:
         said.append(f"policy.url={still(2)}")  # numbers of the fake arm's action
     if "image_size" in config.task:
@@ -201,7 +204,8 @@ def placed(words: list[str]) -> list[str]:
 def sees(words: list[str]) -> bool:
     """Whether these words need cameras."""
     config = made(*words)
-    return any(OmegaConf.select(config, name) for name in ("algo.augment", "algo.cameras", "policy.encoder.cameras"))
+    wants = "algo.augment", "algo.cameras", "policy.encoder.cameras", "policy.type"  # lerobot's, which is an ACT
+    return any(OmegaConf.select(config, name) for name in wants)
 
 
 def _marked(group: str, name: str):
