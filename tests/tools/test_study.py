@@ -21,6 +21,7 @@ from tools.study import STUDIES
 PAGES = {
     "learning": ["control", "pick_cube"], "planning": ["planning", "planning_arm"], "verdicts": ["verdicts"],
     "world-models": ["memory", "world_models"], "policies": ["improve", "offline"], "rewards": ["reward"],
+    "openpi": ["served"],
 }  # fmt: skip
 NUMBERS = {"hiors": ["hiors", "dobot_pnp", "dobot_left"], "policies": ["heads"], "robomimic": ["lift"]}
 

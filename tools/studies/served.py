@@ -49,7 +49,7 @@ def is_within(cell: Cell) -> bool:
 STUDIES = {
     "served": Study(
         served, {"demonstrations": 5, "cloned": 1000, "updates": 10000, "starts": 50},
-        ways={way: {"way": way} for way in (CLONE, *WAYS)}, seeds=range(8), goes_on=is_within,
+        ways={way: {"way": way} for way in (CLONE, *WAYS)}, seeds=range(4), goes_on=is_within,
         control=CONTROL, columns=lambda _: {**each(["clone", "before practice"]), "at the end": last},
     ),
 }  # fmt: skip
