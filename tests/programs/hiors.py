@@ -41,8 +41,9 @@ WORDS = [
     'plan.phases.practise.start_when="online.episodes >= 2"',
     "plan.phases.practise.publish.every_updates=100000",  # the clone acts in all of it
     "~plan.phases.evaluate",
+    "+plan.phases.hold={actors:{mode:idle},until:[operator]}",
     '+plan.phases.judge={actors:{mode:idle},updates:[update],data:{wrong:1.0},until:["updates >= 3",operator],'
-    "on_end:[checkpoint,publish]}",  # the trainer waits in it until a demonstration is called a failure
+    "on_end:[checkpoint,publish]}",  # it waits in there, a minute at most, until a demonstration is called a failure
     f'+plan.phases.evaluate={{actors:{{mode:evaluate}},until:["episodes >= {EVALUATED}"]}}',
     "+plan.phases.rest={actors:{mode:idle},until:[operator]}",
 ]  # fmt: skip

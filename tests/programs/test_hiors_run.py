@@ -29,7 +29,7 @@ def run(tmp_path_factory):
         made.learner, made.actor = (made.start(side, *WORDS) for side in ("learner", "actor"))
         made.until(lambda: (made.run_dir / "datasets/lock").exists() and "export" in made.alive())
         made.kill("export")
-        made.reaches("judge")
+        made.reaches("hold")
         made.until(made.all_whole_shards)
         yield made
 
@@ -89,6 +89,8 @@ def test_late_verdicts_arrive_in_store_views_and_shards_within_seconds(run):
     assert first in before
     assert last not in before
 
+    run.order("next")
+    run.reaches("judge")
     run.label(last, "failure")
     run.reaches("evaluate")  # the trainer found what to train on in the view of failed demonstrations
     run.reaches("rest")
@@ -124,8 +126,9 @@ def test_late_verdicts_arrive_in_store_views_and_shards_within_seconds(run):
 
 def test_at_the_end_everything_is_there_once_although_the_export_was_killed(run):
     if "rest idle" not in run.said():
-        run.order("next")
-        run.reaches("rest")
+        for phase in ("judge", "rest"):
+            run.order("next")
+            run.reaches(phase)
     run.order("next")
     assert [run.status(process) for process in (run.learner, run.actor)] == [0, 0]
     run.finish_export("--episodes", SHARD)
