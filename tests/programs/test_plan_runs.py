@@ -304,7 +304,9 @@ def test_a_run_that_is_over_is_trained_longer_and_otherwise_and_tells_what_was_c
     second = summary_of(tmp_path / "summary.json")
     made = second["env_steps"] - first["env_steps"]
     assert 100 < made < 400, "each phase has as many more steps as were allowed when it ended"
-    assert first["updates"] + 2 * made - 66 <= second["updates"] <= first["env_steps"] + 2 * made + 64
+    in_phase, tolerance = 250, 64 + 1  # steps of an episode that goes on behind the end of its phase train nothing
+    least = first["updates"] - tolerance + 2 * in_phase - tolerance  # ahead at the first end, behind at the second
+    assert least <= second["updates"] <= first["env_steps"] + 2 * made + 64
     assert second["updates_dropped"] == 0
     assert second["eval"]["weights_sha256"] == second["weights_sha256"] != first["eval"]["weights_sha256"]
     (change,) = second["changes"]
