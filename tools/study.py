@@ -26,7 +26,8 @@ def main() -> None:
     commands = parser.add_subparsers(dest="study", required=True, metavar="NAME")
     for name, study in sorted(STUDIES.items()):
         about = inspect.getdoc(study.measure) or ""
-        command = commands.add_parser(name, description=about, formatter_class=plain, help=about.splitlines()[0])
+        first = about.splitlines()[0].replace("%", "%%")  # argparse formats it
+        command = commands.add_parser(name, description=about, formatter_class=plain, help=first)
         command.add_argument("--seeds", type=int, nargs="+", default=list(study.seeds))
         ways = list(study.ways)
         if len(ways) > 1:

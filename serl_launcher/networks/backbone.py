@@ -7,10 +7,9 @@ instead of the pixels. Checkpoints and published weights hold a digest of the ne
 
 import hashlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, wraps
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -19,6 +18,8 @@ from serl_client.spec import Array, Feature
 from torch import Tensor, nn
 from torch.nn import functional
 
+from serl_launcher.networks.hollow import apart
+
 RESNETS = ("resnet18", "resnet34", "resnet50")
 MODELS = (*RESNETS, "siglip")
 STAGES = 4  # of a ResNet
@@ -26,19 +27,6 @@ IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # mean and deviation of
 HALF = (0.5,) * 3
 SEED = 0  # of the weights that no file gives
 AT_ONCE = 256  # images
-Call = TypeVar("Call", bound=Callable[..., Any])
-
-
-def _apart(call: Call) -> Call:
-    """Run a function on a thread of its own: the memory estimate builds algorithms under modes of torch, in which no
-    weight has memory, and these are the thread's."""
-
-    @wraps(call)
-    def run(*arguments: Any) -> Any:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(call, *arguments).result()
-
-    return run  # type: ignore[return-value]
 
 
 class Backbone(nn.Module):
@@ -112,14 +100,14 @@ class Backbone(nn.Module):
 
 
 @lru_cache(maxsize=4)
-@_apart
+@apart
 def _network(model: str, weights: str | None, stages: int, device: str) -> nn.Module:
     made = _siglip(weights) if model == "siglip" and weights else _resnet(model, weights, stages)
     return made.eval().requires_grad_(False).to(device)
 
 
 @lru_cache(maxsize=16)
-@_apart
+@apart
 def _size(model: str, weights: str | None, stages: int, shape: tuple[int, ...]) -> int:
     """Return F for images of this shape."""
     with torch.no_grad():
@@ -128,7 +116,7 @@ def _size(model: str, weights: str | None, stages: int, shape: tuple[int, ...]) 
 
 
 @lru_cache(maxsize=4)
-@_apart
+@apart
 def _projection(size: int, features: int, device: str) -> Tensor:
     """Return the random projection [size, features], the same in each process."""
     drawn = torch.randn(size, features, generator=torch.Generator().manual_seed(SEED))
@@ -136,7 +124,7 @@ def _projection(size: int, features: int, device: str) -> Tensor:
 
 
 @lru_cache(maxsize=4)
-@_apart
+@apart
 def _digest(model: str, weights: str | None, stages: int) -> Tensor:
     digest = hashlib.sha256()
     for name, tensor in sorted(_network(model, weights, stages, "cpu").state_dict().items()):

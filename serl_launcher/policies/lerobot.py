@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
+from serl_launcher.networks.hollow import is_hollow
 from serl_launcher.networks.mlp import SMALLEST_STD, ActionScale, Normaliser, Statistics
 from serl_launcher.policies import lerobot_files as files
 from serl_launcher.policies.base import ScaledPolicy
@@ -80,7 +81,7 @@ class LeRobotPolicy(PartlyFrozen, ScaledPolicy):
         self._place(kind)
         self.inner = files.made(kind, self.fields)
         self._pre, self._post, found = files.processors(self.fields, folder, tokenizer)
-        if folder is not None and not files.is_hollow():
+        if folder is not None and not is_hollow():
             found = found or files.statistics_among(folder, self.fields)
             files.load(self.inner, folder)
         ours = {theirs: ours for ours, theirs in self._names.items()}
@@ -95,7 +96,7 @@ class LeRobotPolicy(PartlyFrozen, ScaledPolicy):
         }
         self.register_buffer("low", torch.as_tensor(spec.action.low, dtype=torch.float32), persistent=False)
         self.register_buffer("high", torch.as_tensor(spec.action.high, dtype=torch.float32), persistent=False)
-        if not files.is_hollow():
+        if not is_hollow():
             log.info("policy: %s of lerobot%s; %s", kind, f" from {folder}" if folder else "", self.statistics.said)
 
     def _place(self, kind: str) -> None:

@@ -14,8 +14,8 @@ from serl_client.errors import ConfigError
 from serl_client.spec import IMAGES, Spec
 from serl_client.words import check_choice, nearest
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from serl_launcher.networks.hollow import apart, is_hollow
 from serl_launcher.networks.vision import ALL
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def processors(
     elif tokenizer is not None:
         raise ConfigError("policy.tokenizer goes with a policy.path that has processors: leave it out")
     try:
-        pipelines = factory.make_pre_post_processors(config, **words)
+        pipelines = apart(factory.make_pre_post_processors)(config, **words)
     except (ImportError, OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"lerobot cannot make the processors of {config.type}: {_sentence(error)}: bring the files that they name, "
@@ -168,6 +168,10 @@ def processors(
     found: Numbers = {}
     for step in (step for pipeline in pipelines for step in pipeline.steps):
         found |= getattr(step, "_tensor_stats", {})
+        if is_hollow() and hasattr(step, "_tensor_stats"):  # copies are made of all that is there
+            step.stats = step._tensor_stats = {}
+    if is_hollow():
+        found = {name: {kind: torch.empty(each.shape) for kind, each in own.items()} for name, own in found.items()}
     return *pipelines, found
 
 
@@ -203,12 +207,6 @@ def statistics_among(folder: Path, config: Any) -> Numbers:
                 if buffer == "buffer_" + feature.replace(".", "_"):
                     found.setdefault(feature, {})[kind] = file.get_tensor(name)
     return found
-
-
-def is_hollow() -> bool:
-    """Return whether new tensors have no values, as while memory is counted."""
-    made = torch.empty(0)
-    return made.is_meta or isinstance(made, FakeTensor)
 
 
 def _sentence(error: BaseException) -> str:

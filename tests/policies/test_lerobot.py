@@ -1,6 +1,5 @@
 """Policies of lerobot, trained and run here, beside lerobot's own functions on the same weights and inputs."""
 
-import importlib.util
 import json
 from dataclasses import replace
 
@@ -23,7 +22,7 @@ from tests.shared.pi0 import randomise
 
 pytest.importorskip("lerobot", reason="the extra `data` is not installed: . examples/install.sh --extra data")
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
-NEWEST = importlib.util.find_spec("lerobot.policies.pi_gemma") is not None  # older ones need transformers of their own
+NEWEST = small.HAS_PI  # older ones need transformers of their own
 KINDS = [
     pytest.param(kind, marks=[pytest.mark.skipif(kind[:2] == "pi" and not NEWEST, reason="lerobot 0.6 on Python 3.12")])
     for kind in small.SMALL
@@ -51,13 +50,7 @@ def folder(words, tmp_path, monkeypatch):
     """Makes the folder of a pretrained policy."""
     if NEWEST:
         small.shrink_pi(monkeypatch)
-    tokenizer = importlib.import_module("transformers").AutoTokenizer
-    real = tokenizer.from_pretrained
-
-    def here(name, *args, **more):
-        return real(words if "paligemma" in str(name) else name, *args, **more)
-
-    monkeypatch.setattr(tokenizer, "from_pretrained", here)
+    small.read_here(words, monkeypatch)
 
     def made(kind, **options):
         return small.pretrained(kind, tmp_path / kind, words, **options)
@@ -102,6 +95,15 @@ def test_loss_and_chunk_are_those_of_lerobot_and_what_is_saved_gives_them_there(
     policy.save(saved := tmp_path / "saved")
     there = small.Theirs(saved).chunk(given.observation, small.TASKS, noise[0, :, 0])
     torch.testing.assert_close(moved, there.clamp(-3, 3), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_memory_of_a_folders_policy_is_counted_before_it_is_trained(kind, folder, caplog):
+    config = config_of("algo=sft", "policy=lerobot")
+    config.policy.path = str(folder(kind))
+    need = memory.needed(build.untrained(config, SPEC), SPEC, 4, 1, 0)
+    assert min(need.weights, need.gradients, need.activations) > 0
+    assert "not counted" not in caplog.text
 
 
 @pytest.fixture

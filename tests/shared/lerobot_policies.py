@@ -2,11 +2,13 @@
 them. **Assumed:** a real folder has other sizes, and tokenizers of 257,152 words; nothing else."""
 
 import importlib
+import importlib.util
 import inspect
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from tests.shared.common import STATE
@@ -39,6 +41,7 @@ DIFFUSION_WORD = (  # of the command line: one observation, and chunks that run 
     "spatial_softmax_num_keypoints: 2, diffusion_step_embed_dim: 8, num_inference_steps: 3, "
     "noise_scheduler_type: DDIM, pretrained_backbone_weights: null}"
 )
+HAS_PI = bool(importlib.util.find_spec("lerobot") and importlib.util.find_spec("lerobot.policies.pi_gemma"))
 WORDS = (
     "<unk>", "<pad>", "<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>",
     "pick", "the", "cube",
@@ -134,6 +137,29 @@ def pretrained(kind, folder, words, *, seed=0, **options):
     for pipeline in factory.make_pre_post_processors(config, dataset_stats=statistics()):
         pipeline.save_pretrained(folder)
     return Path(folder)
+
+
+def read_here(words, monkeypatch):
+    """Have lerobot's pi policies take the tokenizer of `language`: its name is no option."""
+    tokenizer = importlib.import_module("transformers").AutoTokenizer
+    real = tokenizer.from_pretrained
+
+    def here(name, *args, **more):
+        return real(words if "paligemma" in str(name) else name, *args, **more)
+
+    monkeypatch.setattr(tokenizer, "from_pretrained", here)
+
+
+def all_of_them(folder):
+    """Make a policy of each kind that this lerobot has in FOLDER/KIND, for a process that ends with it."""
+    monkeypatch = pytest.MonkeyPatch()
+    language(words := folder / "words")
+    if HAS_PI:
+        shrink_pi(monkeypatch)
+    read_here(words, monkeypatch)
+    for kind in SMALL:
+        if kind[:2] != "pi" or HAS_PI:
+            pretrained(kind, folder / kind, words)
 
 
 class Theirs:

@@ -14,7 +14,7 @@ from tests.shared.here import start
 from tests.shared.models import CONFIG
 from tests.shared.tools import called
 from tools.compare import trials
-from tools.studies import curves, improve, runs, served
+from tools.studies import act, curves, improve, runs, served
 from tools.studies.cells import Cells, one_draw
 from tools.study import STUDIES
 
@@ -174,6 +174,21 @@ def test_a_study_of_what_improves_a_clone_runs_the_product(name, ways, numbers, 
     assert [cell["way"] for cell in cells] == ways
     assert all(cell[each] is not None for cell in cells for each in ["successes", *found])
     assert all(any(line.startswith(f"| {way} |") for line in said) for way in ways)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("name", "ways", "numbers"),
+    [
+        ("frozen", ["a frozen backbone"], "--at 1"), ("act", [act.THEIRS, act.OURS], "--demonstrations 2 --updates 3"),
+        ("act_more", [act.MORE, act.HIORS], "--demonstrations 2 --updates 3 --practice 12"),
+    ],
+)  # fmt: skip
+def test_a_study_with_cameras_runs_the_product(name, ways, numbers, tmp_path):
+    said, cells = measured(tmp_path, name, "--seeds", 5, "--ways", *ways, *numbers.split())
+    assert [line.split(" | ")[0] for line in said[-len(ways) :]] == [f"| {way}" for way in ways]
+    assert len({cell["draw"] for cell in cells}) == 1
 
 
 @pytest.mark.nightly

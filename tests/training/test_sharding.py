@@ -28,6 +28,7 @@ from serl_launcher.optim.distributed import World, join
 from serl_launcher.optim.optimizer import Optimizer
 from serl_launcher.training.checkpoint import Checkpoints
 from serl_launcher.training.ranks import Ranks
+from tests.shared import lerobot_policies
 from tests.shared.common import CONFIG, ROOT, SCALE, free_port
 from tests.shared.models import batch, config_of, robot
 from tests.shared.programs import Programs
@@ -61,25 +62,33 @@ CASES = {  # words, how it is spread, and how far the loss may be from that of o
 PARTS = {  # what is trained, {case: ways}
     "two": {"flow": ["zero2"], "pi0": ["zero3"]},
     "all": {case: list(ways) for case, (_, ways, _) in CASES.items()},
+    "lerobot": {kind: ["replicas"] for kind in lerobot_policies.SMALL if kind[:2] != "pi" or lerobot_policies.HAS_PI},
 }
 
 
-def ranks_of(words, world, way="replicas"):
+def case_of(part, case, folder):
+    """(words, Spec) of a case. A policy of lerobot begins with the one in `folder`."""
+    if part != "lerobot":
+        return CASES[case][0], SPEC
+    return ["+algo=rejection_lerobot", f"policy.path={folder}/models/{case}"], lerobot_policies.SPEC
+
+
+def ranks_of(words, world, way="replicas", spec=SPEC):
     config = config_of(*words, f"+sharding={way}")
     torch.manual_seed(0)
-    return Ranks(instantiate(config.algo)(SPEC), world, OmegaConf.to_container(config.sharding))
+    return Ranks(instantiate(config.algo)(spec), world, OmegaConf.to_container(config.sharding))
 
 
-def batch_of(window, number):
+def batch_of(window, number, spec):
     """The batch of update `number`: the same for whoever asks."""
     weight = torch.rand(8, generator=torch.Generator().manual_seed(number))
-    return batch(SPEC, 8, window=window, seed=number, weight=weight)
+    return batch(spec, 8, window=window, seed=number, weight=weight)
 
 
-def train(ranks, begin, end, update="update"):
+def train(ranks, begin, end, update="update", spec=SPEC):
     """The metrics of some updates, as numbers."""
     window = ranks.algorithm.windows[update]
-    metrics = [ranks.update(update, batch_of(window, number)) for number in range(begin, end)]
+    metrics = [ranks.update(update, batch_of(window, number, spec)) for number in range(begin, end)]
     return [{name: float(value) for name, value in each.items()} for each, _ in metrics]
 
 
@@ -110,22 +119,24 @@ def each_case(folder, part, life, rank, port):
     }  # fmt: skip
     world = join("cpu")
     for case, ways in PARTS[part].items():
+        words, spec = case_of(part, case, folder)
         for way in ways:
-            ranks = ranks_of(CASES[case][0], world, way)
+            ranks = ranks_of(words, world, way, spec)
             if rank != "0":
                 ranks.obey()
                 continue
-            place = Checkpoints(folder / case / way, spec=SPEC, config={})
+            place = Checkpoints(folder / case / way, spec=spec, config={})
             ranks.begin(None if life == "first" else place.load())
-            metrics = [] if life == "second" else train(ranks, 0, KEPT)
+            metrics = [] if life == "second" else train(ranks, 0, KEPT, spec=spec)
             if life == "first":
                 place.stage(KEPT, ranks.state_dict())()
-            metrics += train(ranks, KEPT, UPDATES)
+            metrics += train(ranks, KEPT, UPDATES, spec=spec)
             trained = digest({"published": ranks.published().tensors(), **ranks.state_dict()})
             (folder / case / f"{way}.{life}.json").write_text(json.dumps([metrics, trained]))
             ranks.end()
     if life == "second":
-        moved(folder, world)
+        if "flow" in PARTS[part]:
+            moved(folder, world)
         refused(folder, world)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -156,6 +167,8 @@ def two_lives(folder, part):
     os.environ["DS_ACCELERATOR"] = "cpu"
     for name in ("accelerate", "deepspeed", "serl_launcher.policies.pi0"):
         importlib.import_module(name)
+    if part == "lerobot":
+        lerobot_policies.all_of_them(folder / "models")
     for life in ("first", "second"):
         fork, port = multiprocessing.get_context("fork"), free_port()
         ranks = [fork.Process(target=each_case, args=(folder, part, life, rank, port)) for rank in "01"]
@@ -172,9 +185,13 @@ def two_lives(folder, part):
 # -- the tests
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("two", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.nightly)]
+OURS = [pytest.param("two", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.nightly)]
+LEROBOT = pytest.param(
+    "lerobot", marks=[pytest.mark.slow, pytest.mark.skipif(not find_spec("lerobot"), reason="needs the extra `data`")]
 )
+
+
+@pytest.fixture(scope="module", params=OURS)
 def part(request):
     return request.param
 
@@ -210,6 +227,7 @@ def test_however_it_is_spread_it_learns_what_one_process_learns(lives, part):
             assert {name: metrics[-1][name] for name in last} == pytest.approx(last, abs=tolerance), way
 
 
+@pytest.mark.parametrize("part", [*OURS, LEROBOT], indirect=True)
 def test_after_a_kill_it_goes_on_bit_for_bit(lives, part):
     for case, ways in PARTS[part].items():
         for way in ways:

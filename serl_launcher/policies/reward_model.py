@@ -1,0 +1,166 @@
+"""Asks a pretrained reward model of lerobot (0.6: reward_classifier, Robometer, TOPReward) what images show.
+
+Such a model was trained elsewhere, on other robots' videos, or on none. What it says is no probability of success on
+this robot yet; algorithms/judge.py makes one of it. Its processors and its forward pass are lerobot's own.
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from serl_client.errors import ConfigError
+from serl_client.spec import IMAGES, Spec
+from serl_client.words import check_choice, nearest
+from torch import Tensor
+
+from serl_launcher.networks.hollow import is_hollow
+
+CLASSIFIER, ROBOMETER, TOPREWARD = "reward_classifier", "robometer", "topreward"
+TYPES = (CLASSIFIER, ROBOMETER, TOPREWARD)
+PROCESSOR = "classifier_preprocessor.json"  # with the statistics of the classifier's images
+LONGEST = 300  # characters that are told of an error of lerobot
+LEAST = 1e-6  # of a probability, and of 1 minus it
+
+
+class RewardModel(ABC):
+    """Says how much the images of an episode look like success, in any measure that grows with it.
+
+    It is no module: its weights are neither trained, kept in checkpoints nor published. Each process builds its own.
+    """
+
+    inputs: Sequence[str]  # names of the images that it sees
+    frames: int  # K, how many of an episode it is shown, the newest last; 1: the newest alone
+
+    @abstractmethod
+    def score(self, images: Mapping[str, Tensor], task: Sequence[str]) -> Tensor:
+        """Return numbers, float32 [B] on the CPU, for images {name: uint8 [B, K, H, W, 3]} and B tasks in words.
+
+        Of a probability these are its log odds, so that a calibration can scale them.
+        """
+
+
+class LeRobotReward(RewardModel):
+    """A reward model of lerobot.
+
+    path: folder of a pretrained one: config.json, and model.safetensors where the model has weights of its own.
+    type: one of TYPES, where there is no folder.
+    options: fields of lerobot's config that differ from the folder's, or from lerobot's default; None: none.
+    rename: {the robot's name of a camera's images: the model's}; what is not in it goes by its own name.
+    frames: as RewardModel; a reward_classifier is shown one.
+    Raises ConfigError for a lerobot without reward models, for a folder or option that it does not take, and for a
+    camera that the robot lacks.
+    """
+
+    def __init__(
+        self, spec: Spec, *, path: str | None, type: str, options: Mapping[str, Any] | None,
+        rename: Mapping[str, str] | None, frames: int,
+    ) -> None:  # fmt: skip
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        self._folder = None if path is None else Path(path).expanduser()
+        self._type, self._config = _described(self._folder, type, options or {})
+        self.frames = 1 if self._type == CLASSIFIER else frames
+        ours = {theirs: name for name, theirs in (rename or {}).items()}
+        theirs = self._config.input_features if self._type == CLASSIFIER else [self._config.image_key]
+        self._names = {ours.get(name, name): name for name in theirs}
+        for name, own in self._names.items():
+            if name not in spec.images:
+                raise ConfigError(
+                    f"algo.model: this {self._type} sees {own}, and the robot has {', '.join(spec.images) or 'nothing'}: "
+                    f"say which one it is, as in 'algo.model.rename={{{next(iter(spec.images), IMAGES)}: {own}}}'"
+                )
+        self.inputs = tuple(self._names)
+        self._device = torch.device("cpu")
+        if not is_hollow():  # while memory is counted nothing has values
+            self._model, self._pre = self._model_of(), self._processor()
+
+    @torch.no_grad()
+    def score(self, images: Mapping[str, Tensor], task: Sequence[str]) -> Tensor:
+        self._move(next(iter(images.values())).device)
+        seen = {theirs: images[ours].movedim(-1, 2) for ours, theirs in self._names.items()}
+        if self._type == CLASSIFIER:
+            given = self._pre({name: value[:, -1].float() / 255 for name, value in seen.items()})
+            return self._model.predict([given[name] for name in seen]).logits.float().cpu()
+        said = self._model.compute_reward(self._pre({**seen, "task": list(task)})).float().cpu()
+        return torch.logit(said.exp() if self._type == TOPREWARD else said, LEAST)
+
+    def _move(self, device: torch.device) -> None:
+        if device != self._device:
+            self._device = device
+            self._config.device = str(device)
+            self._model.to(device)
+            self._pre = self._processor()
+
+    def _model_of(self) -> Any:
+        """Build lerobot's model. Weights of a folder that lack one of it are refused."""
+        self._config.device = "cpu"
+        if self._folder is not None or self._type != CLASSIFIER:
+            self._config.pretrained_path = None if self._folder is None else str(self._folder)
+        words = {} if self._folder is None else {"strict": True}
+        try:
+            model = importlib.import_module("lerobot.rewards").make_reward_model(self._config, **words)
+        except Exception as error:  # lerobot and transformers have many of their own
+            raise _refused(self._type, error) from None
+        return model.eval().requires_grad_(False)
+
+    def _processor(self) -> Any:
+        """Build lerobot's preprocessor: of a classifier the folder's, which has the statistics."""
+        try:
+            if self._type == CLASSIFIER and self._folder is not None and (self._folder / PROCESSOR).is_file():
+                pipeline = importlib.import_module("lerobot.processor").PolicyProcessorPipeline
+                device = {"device_processor": {"device": self._config.device}}
+                return pipeline.from_pretrained(self._folder, PROCESSOR, overrides=device)
+            return importlib.import_module("lerobot.rewards").make_reward_pre_post_processors(self._config)[0]
+        except Exception as error:
+            raise _refused(self._type, error) from None
+
+
+def _described(folder: Path | None, kind: str, options: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the model's type, and lerobot's config of it."""
+    try:
+        rewards, draccus = importlib.import_module("lerobot.rewards"), importlib.import_module("draccus")
+        configs = importlib.import_module("lerobot.configs.rewards")
+    except ImportError:
+        raise ConfigError(
+            "algo.model: reward models came with lerobot 0.6, which needs Python 3.12: "
+            "`. examples/install.sh --python 3.12 --extra data --extra vla`"
+        ) from None
+    fields: dict[str, Any] = {}
+    if folder is not None:
+        try:
+            fields = json.loads((folder / "config.json").read_text())
+            kind = fields.pop("type")
+        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"algo.model.path={folder} is no reward model of lerobot ({error}): give a folder with its config.json"
+            ) from None
+    check_choice(kind, TYPES, "reward model", f"algo.model.path={folder}" if folder else "algo.model.type")
+    kind_of = configs.RewardModelConfig.get_choice_class(kind)
+    names = {field.name for field in dataclasses.fields(kind_of)}
+    if strange := sorted(options.keys() - names):
+        near = nearest(strange[0], names)
+        raise ConfigError(f"algo.model.options: {kind} has no field {strange[0]!r}: use those of lerobot; {near}")
+    forced: dict[str, Any] = {"device": "cpu"}
+    if kind == TOPREWARD:
+        forced["success_threshold"] = float("-inf")  # with another one it answers 0 or 1
+    try:
+        config = draccus.decode(kind_of, {k: v for k, v in fields.items() if k in names} | {**options, **forced})
+    except Exception as error:
+        raise _refused(kind, error) from None
+    if getattr(config, "num_classes", 2) != 2:
+        raise ConfigError(f"algo.model: this {kind} tells {config.num_classes} classes, not success: take one of 2")
+    return kind, config
+
+
+def _refused(kind: str, error: Exception) -> ConfigError:
+    text = " ".join(str(error).split())[:LONGEST]
+    return ConfigError(
+        f"algo.model: lerobot cannot build {kind} ({type(error).__name__}: {text}): give a whole folder, and those that "
+        "its config names as algo.model.options, such as {base_model_id: FOLDER}, {vlm_name: FOLDER} or "
+        "{model_name: FOLDER}"
+    )
