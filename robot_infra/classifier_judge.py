@@ -1,7 +1,7 @@
-"""Gives rewards by a learned classifier (`task.judge`): threshold, rows in succession, stale answers."""
+"""Gives rewards by a learner that tells success (`task.judge`): threshold, rows in succession, stale answers."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,28 +67,32 @@ class Verdicts:
 
 
 class ClassifierJudge(Judge):
-    """Gives reward 1 and ends the episode as soon as a classifier sees success (plan=reward_classifier); it may give
-    some for the stages before it.
+    """Gives reward 1 and ends the episode as soon as a classifier (plan=reward_classifier), or a reward model
+    (plan=judge), sees success; it may give some for the stages before it.
 
     link: to the inference process of its learner. verdicts: what its answers mean. waits: each verdict is on the
     observation at hand, as on the simulated clock, where waiting costs no time; else it is on the latest answer.
+    task: returns what the robot is to do, in words.
     Raises ConfigError if that learner serves no classifier, or one that sees what this robot does not have.
     """
 
-    def __init__(self, link: Connection, spec: Spec, verdicts: Verdicts, *, waits: bool) -> None:
-        self._link, self._verdicts, self._waits = link, verdicts, waits
+    def __init__(
+        self, link: Connection, spec: Spec, verdicts: Verdicts, *, waits: bool, task: Callable[[], str]
+    ) -> None:
+        self._link, self._verdicts, self._waits, self._task = link, verdicts, waits, task
         theirs = _classifier_at(link, spec)
         self._dtypes = {name: feature.dtype for name, feature in theirs.observation.items()}
         self._shape = theirs.extras[SCORE].shape
         self._number, self._asked = 0, 0.0  # of the latest question, and when it was asked
         self._first = 1  # number of this episode's first question
         self._is_open = False  # an answer is due
+        self._is_new = True  # nothing was heard of this episode
         self._said = ""  # the last complaint since an answer came
         self.unanswered = Unanswered()
 
     def reset(self) -> None:
         self._verdicts.reset()
-        self._first, self._is_open = self._number + 1, False
+        self._first, self._is_open, self._is_new = self._number + 1, False, True
 
     def __call__(self, observation: Observation) -> Verdict:
         self._hear()
@@ -112,7 +116,7 @@ class ClassifierJudge(Judge):
     def _ask(self, observation: Observation, now: float) -> None:
         self._number, self._asked, self._is_open = self._number + 1, now, True
         arrays = {name: np.array(observation[name], dtype) for name, dtype in self._dtypes.items()}
-        if not self._link.send(m.InferenceRequest(self._number, 0, True, False, "", arrays)):
+        if not self._link.send(m.InferenceRequest(self._number, 0, self._is_new, False, self._task(), arrays)):
             self._is_open = False
 
     def _hear(self) -> None:
@@ -122,7 +126,7 @@ class ClassifierJudge(Judge):
             while (message := self._link.receive()) is not None:
                 if isinstance(message, m.InferenceResponse) and message.step == self._number >= self._first:
                     self._verdicts.hear(self._checked(message.arrays[SCORE]), self._asked)
-                    self._is_open, self._said = False, ""
+                    self._is_open, self._is_new, self._said = False, False, ""
                     self.unanswered.end()
                 elif isinstance(message, m.Failed):
                     self._complain(message.text)
@@ -150,7 +154,9 @@ def _classifier_at(link: Connection, spec: Spec) -> Spec:
         why = explained(error, link.address, has_key=link.key is not None, option="inference_port")
         raise ConfigError(f"{place}: {why}") from None
     if SCORE not in theirs.extras:
-        raise ConfigError(f"{place}: no classifier answers there: give the inference_port of plan=reward_classifier")
+        raise ConfigError(
+            f"{place}: no judge answers there: give the inference_port of plan=reward_classifier or plan=judge"
+        )
     for name, feature in theirs.observation.items():
         mine = spec.observation.get(name)
         if mine is None or mine.shape != feature.shape or not np.can_cast(mine.dtype, feature.dtype, "same_kind"):
@@ -178,7 +184,7 @@ def judge_by(options: Mapping[str, Any], env: Env, *, name: str) -> ClassifierJu
     key = Key.read(Path(options["key"])) if options["key"] else None
     greeting = m.Hello(m.PROTOCOL, "actor", f"{key.name}/judge" if key else f"judge of {name}", session="judge")
     link = Connection(f"tcp://{options['address']}", greeting, key)
-    judge = ClassifierJudge(link, env.spec, Verdicts(**numbers), waits=env.clock != "real")
+    judge = ClassifierJudge(link, env.spec, Verdicts(**numbers), waits=env.clock != "real", task=lambda: env.task)
     if isinstance(env.judge, TogglePenalty):
         env.judge.judge = judge
     else:

@@ -1,10 +1,15 @@
 #!/usr/bin/env python
-"""Reports how a reward classifier does on the episodes that it has not learned from (docs/rewards.md).
+"""Reports how a judge does on the episodes that it has not learned from, and has it judge those of a run.
 
-reward.py RUN    writes RUN/reward.html: precision, recall, calibration, and pictures of what it took for success
+reward.py RUN                  writes RUN/reward.html: precision, recall, calibration, and pictures of what it took for
+                               success
+reward.py RUN --label OTHER    says of each episode of OTHER that nobody has judged what RUN's judge sees
 
-RUN is the folder of a run with plan=reward_classifier; its learner may be serving. A row counts as claimed from the
---threshold on, and an episode once --rows in succession are, as task.judge does it.
+RUN is the folder of a run with plan=reward_classifier or plan=judge (docs/rewards.md); its learner may be serving. A
+row counts as claimed from the --threshold on, and an episode once --rows in succession are, as task.judge does it.
+
+The learner of OTHER must be running. An episode is a success if it is claimed, and a failure if no row comes to
+1 - threshold; of others nothing is said. A person's word overrules it at any time. Evaluations are left alone.
 """
 
 import argparse
@@ -20,14 +25,21 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from PIL import Image
-from serl_client.errors import ConfigError
+from serl_client.episode import Outcome
+from serl_client.errors import ConfigError, TrainerError
+from serl_client.reach import explained
 from serl_client.spec import Array
 
 from robot_infra.classifier_judge import Verdicts
 from serl_launcher.algorithms.reward_classifier import STAGE
-from serl_launcher.datasets.episodes import open_run
+from serl_launcher.datasets.episodes import Gone, open_run
 from serl_launcher.error_log import in_one_sentence
+from serl_launcher.page.orders import NAME, label
+from serl_launcher.replay.verdicts import MODEL
 from serl_launcher.replay.views import EpisodeInfo, View
+from serl_launcher.service.sockets import address_of
+from serl_launcher.sharing import is_shared, keep_private
+from serl_launcher.training.plan import EVAL
 from serl_launcher.training.tallies import wilson
 from tools.studies.trained import newest
 
@@ -55,12 +67,11 @@ def judged(run: Path, threshold: float) -> Iterator[Judged]:
     """Yield the held-out episodes whose success is known, with what the newest classifier says of them."""
     classifier, _, _ = newest(run)
     _, readers, infos = open_run(run)
-    names = classifier.acting.logit.encoder.inputs
     view = View(tuple(readers), keep=("successful", "failed"), split="held_out")
     for info in filter(view.holds, infos):
         rows = readers[info.source].rows(info)
-        seen = {name: np.stack([rows[name][i] for i in range(len(rows[name]))]) for name in names}
-        scores = classifier.acting({name: torch.from_numpy(array) for name, array in seen.items()}).numpy()
+        seen = {name: np.asarray(rows[name]) for name in classifier.inputs}
+        scores = classifier.episode_scores(seen, info.task).numpy()
         left = info.steps - np.arange(len(scores))  # rows that follow; the final observation has none
         success = (left < classifier.positive) & bool(info.success)  # [T + 1]
         before = [success | (stage_shown(rows, len(scores)) >= k) for k in range(1, classifier.stages)]
@@ -68,7 +79,7 @@ def judged(run: Path, threshold: float) -> Iterator[Judged]:
         wrong = np.flatnonzero(
             (scores[:, -1] >= threshold) & ~success & (left >= classifier.positive + classifier.unsure)
         )
-        images = [name for name in names if seen[name].ndim == 4]
+        images = [name for name in seen if seen[name].ndim == 4]
         yield Judged(info, scores, shows, [{name: seen[name][i] for name in images} for i in wrong[:3]])
 
 
@@ -78,10 +89,10 @@ def stage_shown(rows: Mapping[str, Any], count: int) -> Array:
     return np.append(0, rows[STAGE])[:count]
 
 
-def claimed(episode: Judged, verdicts: Verdicts) -> bool:
-    """Return whether the judge would have called this episode a success."""
+def claimed(scores_of: Array, verdicts: Verdicts) -> bool:
+    """Return whether the judge would have called an episode with these scores [T + 1, n] a success."""
     verdicts.reset()
-    for row, scores in enumerate(episode.scores):
+    for row, scores in enumerate(scores_of):
         verdicts.hear(scores, row)
         if verdicts.at(row).success:
             return True
@@ -97,7 +108,7 @@ def page(episodes: Sequence[Judged], verdicts: Verdicts) -> str:
         lines.append((f"rows: precision of {name}", both, int(says[:, k].sum())))
         lines.append((f"rows: recall of {name}", both, int(shows[:, k].sum())))
     for name, success in (("episodes: successes seen", True), ("episodes: failures called success", False)):
-        mine = [claimed(each, verdicts) for each in episodes if bool(each.info.success) == success]
+        mine = [claimed(each.scores, verdicts) for each in episodes if bool(each.info.success) == success]
         lines.append((name, sum(mine), len(mine)))
     cells = "".join(
         f"<tr><td>{name}<td>{count} of {total}<td>{'{:.0%} to {:.0%}'.format(*wilson(count, total))}</tr>"
@@ -109,8 +120,8 @@ def page(episodes: Sequence[Judged], verdicts: Verdicts) -> str:
         for name, seen in wrong
     )
     return (
-        f"<!doctype html><meta charset=utf-8><title>Reward classifier</title><style>{STYLE}</style>"
-        f"<h1>Reward classifier</h1><p>{len(episodes)} held-out episodes, threshold {verdicts.threshold}, "
+        f"<!doctype html><meta charset=utf-8><title>Judge</title><style>{STYLE}</style>"
+        f"<h1>Judge</h1><p>{len(episodes)} held-out episodes, threshold {verdicts.threshold}, "
         f"{verdicts.rows} rows in succession; 95 % intervals (Wilson)</p><table>{cells}</table>"
         f"<h2>Calibration</h2>{curve(scores, shows)}"
         f"<h2>Taken for success</h2>{pictures or 'nothing, or the classifier sees no pictures'}"
@@ -143,16 +154,66 @@ def curve(scores: Array, shows: Array) -> str:
     return inline(file.getvalue())
 
 
+def outcomes(run: Path, other: Path, verdicts: Verdicts) -> Iterator[Outcome]:
+    """Yield what the newest judge of `run` says of the episodes of `other` that nobody has judged.
+
+    Raises ConfigError where `other` lacks what the judge sees.
+    """
+    classifier, own, _ = newest(run)
+    spec, readers, infos = open_run(other)
+    for name in classifier.inputs:
+        if name not in spec.observation or spec.observation[name].shape != own.observation[name].shape:
+            there = ", ".join(f"{each} {list(feature.shape)}" for each, feature in spec.observation.items())
+            raise ConfigError(
+                f"{other}: this judge sees {name} {list(own.observation[name].shape)}, and these episodes have "
+                f"{there}: take a judge of this robot"
+            )
+    for info in infos:
+        if info.success is not None or info.discard or not info.closed or info.continued or info.source == EVAL:
+            continue
+        try:
+            rows = readers[info.source].rows(info)
+            scores = classifier.episode_scores({name: np.asarray(rows[name]) for name in classifier.inputs}, info.task)
+        except Gone:
+            continue
+        success = claimed(scores.numpy(), verdicts)
+        if success or float(scores[:, -1].max()) <= 1 - verdicts.threshold:
+            yield Outcome(info.id, success, judged_by=MODEL)
+
+
+def labelled(run: Path, other: Path, verdicts: Verdicts, options: argparse.Namespace) -> str:
+    """Have the judge of `run` judge the episodes of `other`, and say how many of which kind there were."""
+    found = list(outcomes(run, other, verdicts))
+    address = address_of(other, options.ip, options.port, options.key)
+    if found:
+        try:
+            keep_private(is_shared(other))
+            label(address, other / "actors" / NAME / "outbox", *found, key=options.key)
+        except TrainerError as error:
+            raise ConfigError(explained(error, address, has_key=options.key is not None)) from None
+    successes = sum(bool(each.success) for each in found)
+    return (
+        f"{successes} successes and {len(found) - successes} failures are said; tools/label.py shows and changes them"
+    )
+
+
 @in_one_sentence()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--threshold", type=float, default=0.9, help="task.judge.threshold (0.9)")
     parser.add_argument("--rows", type=int, default=2, help="task.judge.rows (2)")
+    parser.add_argument("--label", type=Path, metavar="OTHER", help="run whose episodes it judges")
+    parser.add_argument("--ip", help="address of OTHER's learner (that with which the run was started)")
+    parser.add_argument("--port", type=int, help="its port (that with which the run was started)")
+    parser.add_argument("--key", type=Path, help="your key file, for a learner with keys")
     options = parser.parse_args()
     if not any((options.run / "checkpoints").glob("[0-9]*/manifest.json")):
-        raise ConfigError(f"no classifier in {options.run}: give the run_dir of plan=reward_classifier")
+        raise ConfigError(f"no judge in {options.run}: give the run_dir of plan=reward_classifier or plan=judge")
     verdicts = Verdicts(threshold=options.threshold, rows=options.rows, stale_s=1.0)
+    if options.label:
+        print(labelled(options.run, options.label, verdicts, options))
+        return
     episodes = list(judged(options.run, options.threshold))
     if not episodes:
         raise ConfigError(f"{options.run} has no judged episode that was held out: give it more episodes")

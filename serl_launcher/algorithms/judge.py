@@ -19,7 +19,6 @@ from serl_client.spec import Spec
 from torch import Tensor
 
 from serl_launcher.algorithms.base import Algorithm, uncounted
-from serl_launcher.algorithms.chunk_actor_critic import first_step
 from serl_launcher.algorithms.reward_classifier import REACHED, REMAINING, SUCCESS
 from serl_launcher.networks.mlp import ActionScale
 from serl_launcher.policies.base import Acting
@@ -35,6 +34,8 @@ class Calibrated(Acting):
     """What acts: a reward model, and (1). Only a and b are published; each process builds its own model."""
 
     horizon = 1
+    slope: Tensor
+    offset: Tensor
 
     def __init__(self, model: RewardModel, scale: ActionScale) -> None:
         super().__init__()
@@ -60,6 +61,7 @@ class Judge(Algorithm):
     """
 
     stages = 1
+    means = ("calibrated.slope", "calibrated.offset")  # each rank asks of its own rows
 
     def __init__(
         self, spec: Spec, *, model: Callable[[Spec], RewardModel], positive: int, unsure: int, kept: int, every: int
@@ -67,8 +69,8 @@ class Judge(Algorithm):
         super().__init__()
         if positive < 1 or unsure < 0 or kept < 2 or every < 1:
             raise ConfigError(
-                f"algo: positive={positive}, unsure={unsure}, kept={kept}, every={every}: say 1 or more positive steps, "
-                "none or more unsure ones, 2 or more frames, and 1 or more steps between them"
+                f"algo: positive={positive}, unsure={unsure}, kept={kept}, every={every}: say 1 or more positive "
+                "steps, none or more unsure ones, 2 or more frames, and 1 or more steps between them"
             )
         made = model(spec)
         self.calibrated = Calibrated(made, ActionScale(spec.action, "bounds"))
@@ -149,7 +151,7 @@ class Judge(Algorithm):
     def _stored(self, seen: Mapping[str, Tensor], index: Tensor) -> dict[str, Tensor]:
         """Choose K of the frames [B, M, ...] behind steps `index` [B, 1]; those before the episode repeat its first."""
         if self.model.frames == 1:
-            return first_step(seen) if False else {name: image[:, -1:] for name, image in seen.items()}
+            return {name: image[:, -1:] for name, image in seen.items()}
         chosen = []
         for after in (index[:, 0] + 1).tolist():  # frames before the newest one
             own = min(self.kept, -(-after // self.every) + 1)
@@ -191,11 +193,17 @@ class Judge(Algorithm):
         return self.acting(torch.cat(found).to(self.acting.slope)).unsqueeze(1)
 
     def get_extra_state(self) -> dict[str, Any]:
-        return {**super().get_extra_state(), "scores": dict(self._scores)}
+        scores, shows = zip(*self._scores.values(), strict=True) if self._scores else ((), ())
+        known = {
+            "steps": torch.tensor([*self._scores], dtype=torch.int64),
+            "scores": torch.tensor(scores, dtype=torch.float64), "shows": torch.tensor(shows, dtype=torch.bool),
+        }  # fmt: skip
+        return {**super().get_extra_state(), "known": known}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        self._scores = dict(state.pop("scores", {}))
         super().set_extra_state(state)
+        steps, scores, shows = (state["known"][name].tolist() for name in ("steps", "scores", "shows"))
+        self._scores = dict(zip(steps, zip(scores, shows, strict=True), strict=True))
 
 
 def spread_over(count: int, shown: int) -> list[int]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from serl_client.errors import ConfigError
@@ -126,6 +127,15 @@ class RewardClassifier(Algorithm):
     @property
     def acting(self) -> Classifier:
         return self.classifier
+
+    @property
+    def inputs(self) -> Sequence[str]:
+        return self.classifier.logit.encoder.inputs
+
+    @torch.no_grad()
+    def episode_scores(self, seen: Mapping[str, Any], task: str) -> Tensor:
+        """Return P(stage) of each observation of an episode, [T, n], given those of `inputs`, {name: [T, ...]}."""
+        return self.classifier({name: torch.from_numpy(np.asarray(seen[name])) for name in self.inputs})
 
     @torch.no_grad()
     def act(

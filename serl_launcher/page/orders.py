@@ -101,8 +101,8 @@ def command(local: str, order: str, phase: str) -> str:
     return f"{order}: the learner has taken it as order {done.value}"
 
 
-def label(address: str, outbox: Path, outcome: Outcome, *, name: str = NAME, key: Path | None = None) -> None:
-    """Deliver an outcome; returns when it is durable. Raises TrainerError when that cannot be, or not in time."""
+def label(address: str, outbox: Path, *outcomes: Outcome, name: str = NAME, key: Path | None = None) -> None:
+    """Deliver outcomes; returns when they are durable. Raises TrainerError when that cannot be, or not in time."""
     opened = Key.read(key) if key else None
     name = known_as(opened, name)
     with Connection(address, m.Hello(m.PROTOCOL, "viewer", name), opened) as link:
@@ -111,6 +111,8 @@ def label(address: str, outbox: Path, outcome: Outcome, *, name: str = NAME, key
     if spec is None:
         raise Refused("no actor has come to this run yet, so there is no episode: start one")
     with TrainerClient(address, actor=name, spec=Spec.from_dict(spec), outbox=outbox, key=key) as client:
-        client.push(outcome)
-        if not client.drain(PATIENCE):
-            raise Timeout(f"the learner did not acknowledge it: wait, it lies in {outbox} and goes with the next label")
+        for outcome in outcomes:
+            client.push(outcome)
+            if not client.drain(PATIENCE):
+                late = f"wait, it lies in {outbox} and goes with the next label"
+                raise Timeout(f"the learner did not acknowledge it: {late}")

@@ -10,16 +10,18 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import IMAGES, Spec
 from serl_client.words import check_choice, nearest
 from torch import Tensor
 
-from serl_launcher.networks.hollow import is_hollow
+from serl_launcher.networks.hollow import apart, is_hollow
 
 CLASSIFIER, ROBOMETER, TOPREWARD = "reward_classifier", "robometer", "topreward"
 TYPES = (CLASSIFIER, ROBOMETER, TOPREWARD)
@@ -65,65 +67,89 @@ class LeRobotReward(RewardModel):
         self._folder = None if path is None else Path(path).expanduser()
         self._type, self._config = _described(self._folder, type, options or {})
         self.frames = 1 if self._type == CLASSIFIER else frames
-        ours = {theirs: name for name, theirs in (rename or {}).items()}
-        theirs = self._config.input_features if self._type == CLASSIFIER else [self._config.image_key]
-        self._names = {ours.get(name, name): name for name in theirs}
+        ours: dict[str, str] = {theirs: name for name, theirs in (rename or {}).items()}
+        theirs: list[str] = [*self._config.input_features] if self._type == CLASSIFIER else [self._config.image_key]
+        self._names: dict[str, str] = {ours.get(name, name): name for name in theirs}
         for name, own in self._names.items():
             if name not in spec.images:
+                there = ", ".join(spec.images) or "no camera"
                 raise ConfigError(
-                    f"algo.model: this {self._type} sees {own}, and the robot has {', '.join(spec.images) or 'nothing'}: "
-                    f"say which one it is, as in 'algo.model.rename={{{next(iter(spec.images), IMAGES)}: {own}}}'"
+                    f"algo.model: this {self._type} sees {own}, and the robot has {there}: say which one "
+                    f"it is, as in 'algo.model.rename={{{next(iter(spec.images), IMAGES)}: {own}}}'"
                 )
         self.inputs = tuple(self._names)
-        self._device = torch.device("cpu")
         if not is_hollow():  # while memory is counted nothing has values
-            self._model, self._pre = self._model_of(), self._processor()
+            self._built = _built(self._folder, self._type, json.dumps(dict(options or {}), sort_keys=True, default=str))
 
     @torch.no_grad()
     def score(self, images: Mapping[str, Tensor], task: Sequence[str]) -> Tensor:
-        self._move(next(iter(images.values())).device)
+        model, pre = self._built.on(next(iter(images.values())).device)
         seen = {theirs: images[ours].movedim(-1, 2) for ours, theirs in self._names.items()}
         if self._type == CLASSIFIER:
-            given = self._pre({name: value[:, -1].float() / 255 for name, value in seen.items()})
-            return self._model.predict([given[name] for name in seen]).logits.float().cpu()
-        said = self._model.compute_reward(self._pre({**seen, "task": list(task)})).float().cpu()
+            given = pre({name: value[:, -1].float() / 255 for name, value in seen.items()})
+            return model.predict([given[name] for name in seen]).logits.float().cpu()
+        said = model.compute_reward(pre({**seen, "task": list(task)})).float().cpu()
         return torch.logit(said.exp() if self._type == TOPREWARD else said, LEAST)
 
-    def _move(self, device: torch.device) -> None:
+
+class _Built:
+    """Lerobot's model and preprocessor, wherever they are asked."""
+
+    def __init__(self, folder: Path | None, kind: str, config: Any) -> None:
+        self._folder, self._kind, self._config = folder, kind, config
+        if folder is not None or kind != CLASSIFIER:
+            config.pretrained_path = None if folder is None else str(folder)
+        try:
+            self._model = importlib.import_module("lerobot.rewards").make_reward_model(config)
+            self._model.eval().requires_grad_(False)
+            self._check()
+            self._pre, self._device = self._processor(), torch.device("cpu")
+        except ConfigError:
+            raise
+        except Exception as error:  # lerobot and transformers have many of their own
+            raise _refused(kind, error) from None
+
+    def on(self, device: torch.device) -> tuple[Any, Any]:
+        """Return both, on this device from now on."""
         if device != self._device:
-            self._device = device
-            self._config.device = str(device)
+            self._device, self._config.device = device, str(device)
             self._model.to(device)
             self._pre = self._processor()
+        return self._model, self._pre
 
-    def _model_of(self) -> Any:
-        """Build lerobot's model. Weights of a folder that lack one of it are refused."""
-        self._config.device = "cpu"
-        if self._folder is not None or self._type != CLASSIFIER:
-            self._config.pretrained_path = None if self._folder is None else str(self._folder)
-        words = {} if self._folder is None else {"strict": True}
-        try:
-            model = importlib.import_module("lerobot.rewards").make_reward_model(self._config, **words)
-        except Exception as error:  # lerobot and transformers have many of their own
-            raise _refused(self._type, error) from None
-        return model.eval().requires_grad_(False)
+    def _check(self) -> None:
+        """Raise ConfigError where the folder lacks a weight: lerobot leaves it random. Shared ones are there once."""
+        file = self._folder and self._folder / "model.safetensors"
+        if self._kind == TOPREWARD or not file:
+            return
+        with safetensors.safe_open(file, "pt") as there:
+            names, state = set(there.keys()), self._model.state_dict()
+        known = {tensor.data_ptr() for name, tensor in state.items() if name in names}
+        lacking = [name for name, tensor in state.items() if name not in names and tensor.data_ptr() not in known]
+        if lacking:
+            raise ConfigError(f"algo.model: {file} lacks {min(lacking)}: bring a whole folder")
 
     def _processor(self) -> Any:
         """Build lerobot's preprocessor: of a classifier the folder's, which has the statistics."""
-        try:
-            if self._type == CLASSIFIER and self._folder is not None and (self._folder / PROCESSOR).is_file():
-                pipeline = importlib.import_module("lerobot.processor").PolicyProcessorPipeline
-                device = {"device_processor": {"device": self._config.device}}
-                return pipeline.from_pretrained(self._folder, PROCESSOR, overrides=device)
-            return importlib.import_module("lerobot.rewards").make_reward_pre_post_processors(self._config)[0]
-        except Exception as error:
-            raise _refused(self._type, error) from None
+        if self._kind == CLASSIFIER and self._folder is not None and (self._folder / PROCESSOR).is_file():
+            pipeline = importlib.import_module("lerobot.processor").PolicyProcessorPipeline
+            device = {"device_processor": {"device": self._config.device}}
+            return pipeline.from_pretrained(self._folder, PROCESSOR, overrides=device)
+        return importlib.import_module("lerobot.rewards").make_reward_pre_post_processors(self._config)[0]
+
+
+@lru_cache(maxsize=2)
+@apart
+def _built(folder: Path | None, kind: str, options: str) -> _Built:
+    """Build a model once in this process."""
+    return _Built(folder, kind, _described(folder, kind, json.loads(options))[1])
 
 
 def _described(folder: Path | None, kind: str, options: Mapping[str, Any]) -> tuple[str, Any]:
     """Return the model's type, and lerobot's config of it."""
     try:
-        rewards, draccus = importlib.import_module("lerobot.rewards"), importlib.import_module("draccus")
+        draccus = importlib.import_module("draccus")
+        importlib.import_module("lerobot.rewards")  # registers the types
         configs = importlib.import_module("lerobot.configs.rewards")
     except ImportError:
         raise ConfigError(
@@ -146,6 +172,8 @@ def _described(folder: Path | None, kind: str, options: Mapping[str, Any]) -> tu
         near = nearest(strange[0], names)
         raise ConfigError(f"algo.model.options: {kind} has no field {strange[0]!r}: use those of lerobot; {near}")
     forced: dict[str, Any] = {"device": "cpu"}
+    if kind != CLASSIFIER:
+        forced["max_frames"] = None  # with a number it drops the first ones
     if kind == TOPREWARD:
         forced["success_threshold"] = float("-inf")  # with another one it answers 0 or 1
     try:
@@ -160,7 +188,7 @@ def _described(folder: Path | None, kind: str, options: Mapping[str, Any]) -> tu
 def _refused(kind: str, error: Exception) -> ConfigError:
     text = " ".join(str(error).split())[:LONGEST]
     return ConfigError(
-        f"algo.model: lerobot cannot build {kind} ({type(error).__name__}: {text}): give a whole folder, and those that "
-        "its config names as algo.model.options, such as {base_model_id: FOLDER}, {vlm_name: FOLDER} or "
+        f"algo.model: lerobot cannot build {kind} ({type(error).__name__}: {text}): give a whole folder, and those "
+        "that its config names as algo.model.options, such as {base_model_id: FOLDER}, {vlm_name: FOLDER} or "
         "{model_name: FOLDER}"
     )

@@ -1,4 +1,4 @@
-"""Turns an operator's verdict (success or failure) into the reward of an episode's last step. No torch."""
+"""Turns a verdict that came later (success or failure) into the reward of an episode's last step. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -15,11 +15,14 @@ from serl_launcher.config import saved
 from serl_launcher.replay.views import EpisodeInfo
 
 WHERE = "task.verdict"
+MODEL = "reward model"  # `judged_by` of what a judge says of stored episodes (tools/reward.py)
+LATER = ("operator", MODEL)  # whose verdicts come after the steps, and are a reward
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictRewards:
-    """The rewards that an operator's verdict gives the last step of an episode, which becomes terminal by it.
+    """The rewards that the verdict of an operator, or of a judge of stored episodes, gives the last step of an episode,
+    which becomes terminal by it.
 
     What is stored stays as it is. Who reads episodes for training, a report or a dataset applies this. A verdict counts
     once the episode is closed. Of an episode that was cut in several parts, it is about the last part.
@@ -29,8 +32,8 @@ class VerdictRewards:
     failure: float = 0.0
 
     def last_of(self, episode: EpisodeInfo) -> float | None:
-        """Return the reward of the last step by the operator's verdict. None: what is stored counts."""
-        if episode.judged_by != "operator" or episode.discard or not episode.closed or episode.continued:
+        """Return the reward of the last step by a later verdict. None: what is stored counts."""
+        if episode.judged_by not in LATER or episode.discard or not episode.closed or episode.continued:
             return None
         if episode.success is None:
             return None

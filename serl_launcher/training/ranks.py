@@ -103,9 +103,10 @@ class Ranks:
 
     def _begin(self, _: None) -> None:
         optimizers = list(self.algorithm.optimizers.values())
-        largest = max(optimizers, key=lambda optimizer: sum(p.numel() for p in optimizer.parameters.values()))
+        sizes = [sum(weight.numel() for weight in optimizer.parameters.values()) for optimizer in optimizers]
+        largest = optimizers[sizes.index(max(sizes))] if optimizers else None
         sharded: set[int] = set()  # the ids of weights that ZeRO-3 takes from the CPU, one at a time
-        if self._sharding and self._sharding["zero_optimization"]["stage"] == 3:
+        if largest and self._sharding and self._sharding["zero_optimization"]["stage"] == 3:
             sharded = {id(weight) for weight in largest.module.parameters()}
         named = (*self.algorithm.named_parameters(), *self.algorithm.named_buffers())
         whole = [tensor for _, tensor in named if id(tensor) not in sharded]

@@ -14,7 +14,8 @@ pytest.importorskip("lerobot", reason="the extra `data` is not installed: . exam
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "same_loggers")]
 
 HIORS = [
-    "task=fake", "policy.rename={observation.state: observation.environment_state}", "policy.cameras=[]", "plan=hiors", "algo=rejection_lerobot", "log=false", "batch_size=4",
+    "task=fake", "policy.rename={observation.state: observation.environment_state}", "policy.cameras=[]", "plan=hiors",
+    "algo=rejection_lerobot", "log=false", "batch_size=4",
     'plan.phases.demonstrate.until=["demo.episodes >= 2"]', 'plan.phases.baseline.until=["episodes >= 1"]',
     'plan.phases.practise.until=["updates >= 6"]', 'plan.phases.evaluate.until=["episodes >= 1"]',
 ]  # fmt: skip
@@ -27,9 +28,7 @@ def exported(run, folder):
     return safetensors.torch.load_file(folder / "model.safetensors")
 
 
-def test_a_folder_of_lerobot_is_trained_further_by_the_words_of_the_page_and_goes_back(
-    tmp_path, monkeypatch
-):
+def test_a_folder_of_lerobot_is_trained_further_by_the_words_of_the_page_and_goes_back(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "SMALL", 0)  # a real one is larger, and its memory is counted in another way
     start(tmp_path / "first", [*HIORS, ACT_WORD, 'plan.phases.clone.until=["updates >= 3"]', "~plan.phases.practise"])
     before = exported(tmp_path / "first", tmp_path / "pretrained_model")

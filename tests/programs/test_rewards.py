@@ -1,10 +1,14 @@
-"""A run whose judge is a classifier that was trained on another run's episodes, and answers from a third one."""
+"""A run whose judge was trained or calibrated on another run's episodes, and answers from a third one."""
 
 import re
+from contextlib import closing
 
 import pytest
 
+from robot_infra.teleop.verdicts import ScriptedVerdicts
+from serl_launcher.datasets.episodes import open_run
 from serl_launcher.datasets.export import export_run
+from serl_launcher.store.index import Index
 from serl_launcher.training.metrics import read
 from tests.shared.common import PATIENCE, free_port, until
 from tests.shared.here import answering, order, start
@@ -31,11 +35,16 @@ def judged(run_dir, address, threshold):
     return [line["return"] for line in read(run_dir / "metrics.jsonl") if line["kind"] == "episode"][:10]
 
 
-def test_a_classifier_learns_from_one_runs_episodes_and_judges_anothers(tmp_path):
+@pytest.fixture
+def datasets(tmp_path):
+    """Words for a learner that is given the practice of a run, and its demonstrations."""
     start(tmp_path / "given", GIVEN)
     given, more = (export_run(tmp_path / "given", 1000, [source])[0] for source in ("online", "demo"))
-    words = [*FAKE, "plan=reward_classifier", "task.stages=2", f"inference_port={free_port()}"]
-    words += [f"plan.sources.given.dataset={given}", f"plan.sources.more.dataset={more}"]
+    return [f"plan.sources.given.dataset={given}", f"plan.sources.more.dataset={more}"]
+
+
+def test_a_classifier_learns_from_one_runs_episodes_and_judges_anothers(datasets, tmp_path):
+    words = [*FAKE, "plan=reward_classifier", "task.stages=2", f"inference_port={free_port()}", *datasets]
     words += ['plan.phases.learn.until=["updates >= 800"]', 'plan.phases.calibrate.until=["updates >= 200"]']
 
     def judges(config, local, port):
@@ -57,5 +66,43 @@ def test_a_classifier_learns_from_one_runs_episodes_and_judges_anothers(tmp_path
     assert "failures called success" in page
     ((seen, there),) = re.findall(r"recall of stage 1<td>(\d+) of (\d+)", page)
     assert int(seen) > int(there) / 2 > 0
-    sentence = f"error: no classifier in {tmp_path}: give the run_dir of plan=reward_classifier\n"
+    sentence = f"error: no judge in {tmp_path}: give the run_dir of plan=reward_classifier or plan=judge\n"
     assert called("reward", tmp_path) == (1, sentence)
+
+
+def test_a_reward_model_of_somebody_else_judges_what_comes_and_what_is_stored(datasets, tmp_path, monkeypatch):
+    judge, other = tmp_path / "judge", tmp_path / "other"
+    words = [*FAKE, "plan=judge", "task.stages=2", f"inference_port={free_port()}", *datasets]
+    words += ["algo.model._target_=tests.shared.reward_models.Near", "algo.positive=2"]
+    words += ['plan.phases.calibrate.until=["updates >= 60"]']
+
+    def judges(config, local, port):
+        with answering(config, local):
+            until(lambda: "serve" in facts(judge).phases, 10 * PATIENCE)
+            found.extend(judged(tmp_path / "judged", f"127.0.0.1:{config.inference_port}", 0.5))
+            order(port, "next")
+
+    found = []
+    start(judge, words, acts=False, beside=judges)
+    assert found.count(1.0) >= 8
+    status, said = called("reward", judge, "--threshold", "0.5")
+    assert (status, said.strip()) == (0, str(judge / "reward.html"))
+    ((wrong, there),) = re.findall(r"failures called success<td>(\d+) of (\d+)", (judge / "reward.html").read_text())
+    assert int(wrong) <= int(there) / 4
+
+    def labels(config, local, port):
+        until(lambda: "serve" in facts(other).phases, 10 * PATIENCE)
+        said = [called("reward", judge, "--label", other, "--threshold", "0.5", "--port", str(port)) for _ in range(2)]
+        order(port, "next")
+        assert [status for status, _ in said] == [0, 0], said
+        assert re.match(r"\d+ successes and 0 failures are said", said[0][1])
+        assert said[1][1].startswith("0 successes and 0 failures"), "each is judged once"
+
+    monkeypatch.setattr(ScriptedVerdicts, "poll", lambda self: [])  # nobody has said anything
+    ends = "+plan.phases.serve={actors: {mode: idle}, until: [operator]}"
+    start(other, [*FAKE, *COLLECT, "task.env.verdict_by=operator", ends], beside=labels)
+    with closing(Index(other / "store/index.sqlite")) as index:
+        known = index.latest(100)
+    assert sum((each.judged_by, each.success) == ("reward model", True) for each in known) >= 8
+    _, _, infos = open_run(other)
+    assert {(each.last_reward, each.terminated) for each in infos if each.judged_by} == {(1.0, True)}

@@ -55,17 +55,33 @@ def spec():
     env.close()
 
 
+def task():
+    return "lift the block"
+
+
 @pytest.fixture
 def judge(spec, clock):
     def judge(*scores, waits=False, rows=2, stale_s=5.0):
         link = Link(spec, clock, scores)
-        made = ClassifierJudge(link, spec, Verdicts(threshold=0.5, rows=rows, stale_s=stale_s), waits=waits)
+        made = ClassifierJudge(link, spec, Verdicts(threshold=0.5, rows=rows, stale_s=stale_s), waits=waits, task=task)
         return made, link
 
     return judge
 
 
 SEEN = {STATE: np.zeros(6, np.float32)}
+
+
+def test_a_model_that_remembers_begins_anew_with_each_episode_until_it_has_heard_of_it(judge, clock):
+    made, link = judge(0.1, 0.1, None, 0.1, 0.1, 0.1, stale_s=0.5)
+    for _ in range(2):
+        made(SEEN)
+    made.reset()
+    for _ in range(4):  # the first question of the second episode is lost
+        made(SEEN)
+        clock.advance(0.6)
+    assert [ask.reset for ask in link.asked] == [True, False, True, True, False, False]
+    assert {ask.task for ask in link.asked} == {task()}
 
 
 @pytest.mark.parametrize(
@@ -190,7 +206,7 @@ def test_a_learner_that_answers_nothing_or_too_late_is_told_in_short_episodes_to
 def test_a_classifier_of_other_floats_is_asked_with_its_own(spec, clock):
     theirs = Spec({STATE: Feature((6,), "float64")}, spec.action, 10.0, SCORED)
     link = Link(theirs, clock, [0.9])
-    made = ClassifierJudge(link, spec, Verdicts(threshold=0.5, rows=1, stale_s=1.0), waits=True)
+    made = ClassifierJudge(link, spec, Verdicts(threshold=0.5, rows=1, stale_s=1.0), waits=True, task=task)
     assert made(SEEN).success is True
     assert link.asked[0].arrays[STATE].dtype == np.float64
 
@@ -219,12 +235,14 @@ def test_hostile_answers_are_none(judge, caplog, clock):
 def test_a_learner_without_a_classifier_or_with_one_for_another_robot_is_refused(spec, clock):
     strange, numbers = (Spec({STATE: f}, spec.action, 10.0, SCORED) for f in (Feature((9,)), Feature((6,), "int64")))
     for theirs, said in (
-        (None, "127.0.0.1:1: "), (Spec(spec.observation, spec.action, 10.0), "no classifier answers there"),
+        (None, "127.0.0.1:1: "), (Spec(spec.observation, spec.action, 10.0), "no judge answers there"),
         (strange, r"the classifier sees observation.state float32 \[9\], and this robot observation.state float32 \[6"),
         (numbers, r"the classifier sees observation.state int64 \[6\]"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
-            ClassifierJudge(Link(theirs, clock), spec, Verdicts(threshold=0.5, rows=1, stale_s=1.0), waits=False)
+            ClassifierJudge(
+                Link(theirs, clock), spec, Verdicts(threshold=0.5, rows=1, stale_s=1.0), waits=False, task=task
+            )
 
 
 def test_where_nobody_answers_or_the_env_judges_itself_the_actor_says_so():

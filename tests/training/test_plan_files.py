@@ -30,8 +30,8 @@ def test_a_plan_needs_an_operator_or_not_and_its_evaluations_are_as_long_as_the_
         episodes = 3 if phase.name == "baseline" else 7
         assert phase.until == (f"episodes >= {episodes}", "env_steps >= 2000")
         assert phase.episodes == episodes
-    without = ("dreamer", "evaluate", "from_scratch", "quickstart", "residual", "reward_classifier", "sft", "tdmpc2")
-    if name not in (*without, "world_models"):
+    without = ("dreamer", "evaluate", "from_scratch", "judge", "quickstart", "residual", "reward_classifier", "sft")
+    if name not in (*without, "tdmpc2", "world_models"):
         with pytest.raises(ConfigError, match="operator"):
             read(*words, has_operator="false")
     else:

@@ -144,8 +144,8 @@ def not_finite(arrays: Mapping[str, Array]) -> str:
 class Outcome:
     """Says how an episode ended. It is durable like a segment, and a later one may correct it.
 
-    judged_by: `judge` (the environment) or `operator`. The operator's latest outcome wins; all are kept. An actor's own
-        discard, as of a demonstration that nobody drove, is that of a judge.
+    judged_by: `judge` (the environment), `reward model` (of stored episodes) or `operator`. The operator's latest
+        outcome wins; all are kept. An actor's own discard, as of a demonstration that nobody drove, is that of a judge.
     """
 
     episode: str
