@@ -12,8 +12,8 @@ found=$(ls -d "$HOME/.pyenv/versions/$1".*/bin/python 2>/dev/null | tail -1 || :
 python=$PWD/$UV_PROJECT_ENVIRONMENT/bin/python
 "$python" -m pytest -q -n 2 --dist worksteal -m "not nightly and not manual" \
     -W ignore::pytest.PytestUnraisableExceptionWarning `# 3.13 tells of SQLite connections that a test leaves behind` \
-    tests/datasets tests/policies/test_lerobot.py tests/robot/test_feetech.py tests/robot/test_lerobot_*.py tests/programs/test_lerobot.py \
-    tests/programs/test_own_task.py tests/programs/test_absent_person.py \
+    tests/datasets tests/policies/test_lerobot.py tests/policies/test_reward_model.py tests/robot/test_feetech.py tests/robot/test_lerobot_*.py tests/programs/test_lerobot.py \
+    tests/programs/test_own_task.py tests/programs/test_absent_person.py tests/programs/test_lerobot_policy.py \
     'tests/training/test_sharding.py::test_after_a_kill_it_goes_on_bit_for_bit[lerobot]'
 "$python" -m pytest -q -n 2 --dist worksteal -m "program and not slow and not nightly and not manual" \
     -W ignore::pytest.PytestUnraisableExceptionWarning tests/programs
