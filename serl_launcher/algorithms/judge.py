@@ -76,10 +76,9 @@ class Judge(Algorithm):
         self.calibrated = Calibrated(made, ActionScale(spec.action, "bounds"))
         self.model, self.inputs = made, tuple(made.inputs)
         self.positive, self.unsure, self.kept, self.every = positive, unsure, kept, every
-        back = range(-every * (kept - 1), 1, every) if made.frames > 1 else (0,)
-        seen = dict.fromkeys(self.inputs, tuple(back))
-        row = dict.fromkeys(("action", SUCCESS, REMAINING, INDEX), (0,))
-        self.windows = {"update_calibration": Window({**seen, **row, "next_observation": (1,)})}
+        past = range(1 - every * (kept - 1), 2, every) if made.frames > 1 else (1,)  # up to the one behind the row
+        seen, row = dict.fromkeys(self.inputs, tuple(past)), ("action", SUCCESS, REMAINING, INDEX)
+        self.windows = {"update_calibration": Window({**seen, **dict.fromkeys(row, (0,))})}
         self._scores: dict[int, tuple[float, bool]] = {}  # {step: z, and whether it shows success}
 
     @property
@@ -139,8 +138,7 @@ class Judge(Algorithm):
         new = torch.tensor([step not in self._scores for step in steps]) & is_known
         if new.any():
             rows = batch.rows(new.nonzero().flatten())
-            assert rows.next_observation is not None  # the window asks for it
-            scores = self.model.score(self._stored(rows.next_observation, rows.extras[INDEX]), rows.task)
+            scores = self.model.score(self._stored(rows.observation, rows.extras[INDEX]), rows.task)
             fresh = zip(rows.step_id.tolist(), scores.tolist(), strict=True)
             self._scores |= {step: (score, False) for step, score in fresh}
         for step, success in zip(steps, shows.tolist(), strict=True):

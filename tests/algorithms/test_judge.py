@@ -43,14 +43,14 @@ def rows(algorithm, seed, size=64, share=0.3):
     """Each row is an episode of its own; a success, which `share` of them are, is bright at its end."""
     made = batch(SPEC, size, window=algorithm.windows["update_calibration"], seed=seed)
     shows = torch.rand(size, generator=torch.Generator().manual_seed(seed)) < share
-    image = made.next_observation[CAMERA]
+    image = made.observation[CAMERA]
     image[:, -1] = torch.where(shows[:, None, None, None], 200 + image[:, -1] // 5, image[:, -1] // 3)
     extras = {SUCCESS: shows[:, None], REMAINING: torch.zeros(size, 1).long(), INDEX: torch.zeros(size, 1).long()}
     return replace(made, extras={**made.extras, **extras}, step_id=torch.arange(size) + size * seed)
 
 
 def says(algorithm, made):
-    image = made.next_observation[CAMERA][:, -1]
+    image = made.observation[CAMERA][:, -1]
     nothing = torch.zeros(len(image), 2)
     task = ("reach",) * len(image)
     decision, carry = algorithm.act({CAMERA: image}, nothing, None, task=task, noise=nothing, explore=True)
@@ -133,7 +133,7 @@ def test_of_a_stored_row_it_is_shown_its_episode_up_to_there_evenly_spread():
     algorithm = build("algo.kept=8", "algo.every=4", frames=4)
     (window,) = algorithm.windows.values()
     after = [1, 3, 4, 5, 20, 28, 60]  # numbers of the observations behind the rows
-    shown = torch.tensor([[max(0, t + back) for back in window.offsets[CAMERA]] for t in after])
+    shown = torch.tensor([[max(0, t - 1 + back) for back in window.offsets[CAMERA]] for t in after])
     image = shown[:, :, None, None, None].expand(-1, -1, 4, 4, 3).to(torch.uint8)
     algorithm.model.score(algorithm._stored({CAMERA: image}, torch.tensor(after)[:, None] - 1), ("",) * len(after))
     assert algorithm.model.asked[0].tolist() == [
