@@ -29,21 +29,28 @@ OLD = ("normalize_inputs.", "normalize_targets.", "unnormalize_outputs.")  # sta
 Numbers = dict[str, dict[str, Tensor]]  # {feature: {statistic: its numbers}}
 
 
-def described(folder: Path | None, kind: str) -> tuple[str, dict[str, Any]]:
-    """Return the type of the policy, and the fields of its config.json. kind: the type where there is no folder."""
+def described(
+    folder: Path | None, kind: str, types: Sequence[str] = TYPES, *, where: str = "policy", what: str = "policy"
+) -> tuple[str, dict[str, Any]]:
+    """Return the type of a policy, or of `what` lerobot saves alike, and the fields of its config.json.
+
+    kind: the type where there is no folder. types: those that are known. where: what names both in a config.
+    """
     fields: dict[str, Any] = {}
     if folder is not None:
         if (folder / "adapter_config.json").is_file():
-            raise ConfigError(f"policy.path={folder} is an adapter (PEFT): merge it into its policy with lerobot first")
+            raise ConfigError(
+                f"{where}.path={folder} is an adapter (PEFT): merge it into its {what} with lerobot first"
+            )
         try:
             fields = json.loads((folder / "config.json").read_text())
             kind = fields.pop("type")
         except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"policy.path={folder} is no policy of lerobot ({error}): give the folder `pretrained_model` of a "
-                "checkpoint, with config.json and model.safetensors"
+                f"{where}.path={folder} is no {what} of lerobot ({error}): give the folder `pretrained_model` of a "
+                "checkpoint, with its config.json"
             ) from None
-    check_choice(kind, TYPES, "policy", f"policy.path={folder}" if folder else "policy.type")
+    check_choice(kind, types, what, f"{where}.path={folder}" if folder else f"{where}.type")
     return kind, fields
 
 

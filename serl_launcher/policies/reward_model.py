@@ -18,10 +18,11 @@ import safetensors
 import torch
 from serl_client.errors import ConfigError
 from serl_client.spec import IMAGES, Spec
-from serl_client.words import check_choice, nearest
+from serl_client.words import nearest
 from torch import Tensor
 
 from serl_launcher.networks.hollow import apart, is_hollow
+from serl_launcher.policies.lerobot_files import described
 
 CLASSIFIER, ROBOMETER, TOPREWARD = "reward_classifier", "robometer", "topreward"
 TYPES = (CLASSIFIER, ROBOMETER, TOPREWARD)
@@ -64,11 +65,12 @@ class LeRobotReward(RewardModel):
         rename: Mapping[str, str] | None, frames: int,
     ) -> None:  # fmt: skip
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        self._folder = None if path is None else Path(path).expanduser()
-        self._type, self._config = _described(self._folder, type, options or {})
+        folder = None if path is None else Path(path).expanduser()
+        said = json.dumps(options or {}, default=_plain, sort_keys=True)
+        self._type, config = _described(folder, type, said)
         self.frames = 1 if self._type == CLASSIFIER else frames
         ours: dict[str, str] = {theirs: name for name, theirs in (rename or {}).items()}
-        theirs: list[str] = [*self._config.input_features] if self._type == CLASSIFIER else [self._config.image_key]
+        theirs: list[str] = [*config.input_features] if self._type == CLASSIFIER else [config.image_key]
         self._names: dict[str, str] = {ours.get(name, name): name for name in theirs}
         for name, own in self._names.items():
             if name not in spec.images:
@@ -79,7 +81,7 @@ class LeRobotReward(RewardModel):
                 )
         self.inputs = tuple(self._names)
         if not is_hollow():  # while memory is counted nothing has values
-            self._built = _built(self._folder, self._type, json.dumps(dict(options or {}), sort_keys=True, default=str))
+            self._built = _built(folder, self._type, said)
 
     @torch.no_grad()
     def score(self, images: Mapping[str, Tensor], task: Sequence[str]) -> Tensor:
@@ -142,11 +144,17 @@ class _Built:
 @apart
 def _built(folder: Path | None, kind: str, options: str) -> _Built:
     """Build a model once in this process."""
-    return _Built(folder, kind, _described(folder, kind, json.loads(options))[1])
+    return _Built(folder, kind, _described(folder, kind, options)[1])
 
 
-def _described(folder: Path | None, kind: str, options: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the model's type, and lerobot's config of it."""
+def _plain(value: Any) -> Any:
+    """Return a list or map of a config as that of JSON."""
+    return dict(value) if isinstance(value, Mapping) else list(value)
+
+
+def _described(folder: Path | None, kind: str, words: str) -> tuple[str, Any]:
+    """Return the model's type, and lerobot's config of it. words: the options, as JSON."""
+    options: dict[str, Any] = json.loads(words)
     try:
         draccus = importlib.import_module("draccus")
         importlib.import_module("lerobot.rewards")  # registers the types
@@ -156,16 +164,7 @@ def _described(folder: Path | None, kind: str, options: Mapping[str, Any]) -> tu
             "algo.model: reward models came with lerobot 0.6, which needs Python 3.12: "
             "`. examples/install.sh --python 3.12 --extra data --extra vla`"
         ) from None
-    fields: dict[str, Any] = {}
-    if folder is not None:
-        try:
-            fields = json.loads((folder / "config.json").read_text())
-            kind = fields.pop("type")
-        except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-            raise ConfigError(
-                f"algo.model.path={folder} is no reward model of lerobot ({error}): give a folder with its config.json"
-            ) from None
-    check_choice(kind, TYPES, "reward model", f"algo.model.path={folder}" if folder else "algo.model.type")
+    kind, fields = described(folder, kind, TYPES, where="algo.model", what="reward model")
     kind_of = configs.RewardModelConfig.get_choice_class(kind)
     names = {field.name for field in dataclasses.fields(kind_of)}
     if strange := sorted(options.keys() - names):

@@ -65,7 +65,9 @@ ROLLOUT = Path(sys.executable).with_name("lerobot-rollout")
 def test_lerobot_rollout_drives_an_so101_by_what_was_exported(tmp_path):
     named = {"names": tuple(JOINTS), "low": -100.0, "high": 100.0}
     image = Feature((48, 64, 3), "uint8")
-    spec = Spec({STATE: Feature((6,), names=tuple(JOINTS)), "observation.images.top": image}, Feature((6,), **named), 20)
+    spec = Spec(
+        {STATE: Feature((6,), names=tuple(JOINTS)), "observation.images.top": image}, Feature((6,), **named), 20
+    )
     policy = instantiate(config_of("+policy=lerobot").policy)(spec, type="act", options=ACT)
     pose, one = torch.tensor(POSE), torch.full((6,), 1e-2)
     kinds = {"mean": pose, "std": one, "low": pose - one, "high": pose + one, "q01": pose - one, "q99": pose + one}
