@@ -40,7 +40,7 @@ def described(
     if folder is not None:
         if (folder / "adapter_config.json").is_file():
             raise ConfigError(
-                f"{where}.path={folder} is an adapter (PEFT): merge it into its {what} with lerobot first"
+                f"{where}.path={folder} is an adapter (PEFT): merge it with lerobot, and give the whole {what}"
             )
         try:
             fields = json.loads((folder / "config.json").read_text())
