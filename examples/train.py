@@ -184,7 +184,10 @@ def watched(
     learner = Lookout("the learner", lambda: client.silence, find, refusal=lambda: client.refusal)
     what = "the learner's weights" if local else "the inference process"
     silence = controller.unanswered
-    actions = Lookout(what, lambda: silence.seconds if client.connected else None, find_actions)
+    actions = Lookout(
+        what, lambda: silence.seconds if client.connected else None, find_actions,
+        refusal=lambda: "" if local else client.no_action,
+    )  # fmt: skip
     judged = {"judge": Lookout("the judge", lambda: judge.unanswered.seconds, judge.why_silent)} if judge else {}
     return {"learner": learner, "actions": actions, **judged}
 

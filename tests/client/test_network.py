@@ -81,6 +81,21 @@ def test_a_failure_of_another_message_leaves_the_operators_command_and_the_weigh
     assert [command.name for command in given] == ["next", "hold"]
 
 
+def test_why_there_is_no_action_is_known_until_there_is_one_or_nobody_answers(learner, connect):
+    answer = learner._inferencerequest
+    learner._inferencerequest = lambda identity, ask: m.Failed(
+        "ServerFailed", "the policy server is away", False, ask.request
+    )
+    client = connected(connect())
+    ask = {"seed": 0, "previous_action": None, "reset": True, "explore": False, "task": "", "committed": 0}
+    client.ask({STATE: np.zeros(3, np.float32)}, step=0, prefix=None, **ask)
+    until(lambda: client.no_action == "the policy server is away")
+    learner._inferencerequest = answer
+    client.ask({STATE: np.zeros(3, np.float32)}, step=0, prefix=None, **ask)
+    until(lambda: client.no_action == "")
+    assert client.wait_answer(0, PATIENCE)
+
+
 def test_weights_wait_a_little_when_their_request_failed(learner, connect, tmp_path):
     learner._weightsrequest = lambda identity, request: m.Failed("Refused", "they are gone", request=request.request)
     client = connected(connect(weights_folder=tmp_path / "weights"))

@@ -162,6 +162,11 @@ class TrainerClient(Closing):
         """Return why no learner takes this client at present, which asks again; empty: none has refused it."""
         return self._network.refusal
 
+    @property
+    def no_action(self) -> str:
+        """Return why the inference process had no action for the newest question; empty: it had, or is silent."""
+        return self._network.no_action
+
     def report(self, numbers: Mapping[str, Any]) -> None:
         """Let the heartbeat tell the learner these each second; the mapping is read anew each time."""
         self._network.report = numbers
