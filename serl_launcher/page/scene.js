@@ -1,6 +1,7 @@
 // A scene drawn from a state without cameras: where its entries name a point, such as tool.x, tool.y and tool.z, it is
 // seen from above and from the side, within all places where a point of this robot was seen since the page was opened.
 const POINTS = ["tool", "point", "block", "object", "goal"], VIEWS = { "from above": ["x", "y"], "from the side": ["x", "z"] };
+const LEFT = 60, LINE = 8; // from there on a name is to the left of its point; the height of one
 const NAMESPACE = "http://www.w3.org/2000/svg", seen = new Map(); // robot: {axis: [lowest, highest]}
 
 // The views that a state has: [[title, [{name, x, y}]]], each number between 0 and 100.
@@ -33,8 +34,13 @@ export function view([title]) {
 }
 
 export function show(figure, [title, points]) {
-  const parts = points.flatMap(({ name, x, y }) => [part("circle", { class: name, cx: x, cy: y, r: 4 }),
-    part("text", { x: x > 60 ? x - 6 : x + 6, y: y + 3, "text-anchor": x > 60 ? "end" : "start" }, name)]);
+  const parts = [], lowest = new Map(); // of the names on either side
+  for (const { name, x, y } of points.toSorted((one, other) => one.y - other.y)) {
+    const isLeft = x > LEFT, height = Math.max(y + 3, (lowest.get(isLeft) ?? -LINE) + LINE); // none lies over another
+    lowest.set(isLeft, height);
+    parts.push(part("circle", { class: name, cx: x, cy: y, r: 4 }),
+      part("text", { x: isLeft ? x - 6 : x + 6, y: height, "text-anchor": isLeft ? "end" : "start" }, name));
+  }
   figure.firstChild.setAttribute("aria-label", `${points.map(({ name }) => name).join(", ")}, ${title}`);
   figure.firstChild.replaceChildren(...parts);
 }

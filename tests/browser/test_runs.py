@@ -52,6 +52,13 @@ def goes_on(tab, phase):
     tab.until(f"(phase) => {NOW} === phase", phase)
 
 
+HEIGHTS = """import("/scene.js").then(({ view, show }) => {
+    const figure = view(["seen"]), points = [["block", 50, 12], ["tool", 52, 10], ["goal", 50, 96]];
+    show(figure, ["seen", points.map(([name, x, y]) => ({ name, x, y }))]);
+    return [...figure.querySelectorAll("text")].map((text) => Number(text.getAttribute("y")));
+})"""
+
+
 def is_over(programs, tab, learner, actor):
     """End the run as a person does, by Stop; the page says that its process has gone, too."""
     for _ in range(2):  # it asks once more
@@ -80,6 +87,7 @@ def test_a_quickstart_is_watched_and_led_from_its_page_to_its_report(programs, o
         place = f"document.querySelector('.scene .{name}')?.outerHTML"
         before = tab.until(place)
         tab.until(f"(before) => {place} !== before", before)
+    assert tab.page.evaluate(HEIGHTS) == [13, 21, 99], "of names: none lies over another"
     assert tab.until(NOW) == "demonstrate"
     tab.until("document.querySelectorAll('#episodes [data-word=success][aria-pressed=true]').length >= 3")
     for phase in ("baseline", "practise"):
