@@ -165,7 +165,8 @@ class TrainerClient(Closing):
     @property
     def no_action(self) -> str:
         """Return why the inference process had no action for the newest question; empty: it had, or is silent."""
-        return self._network.no_action
+        when, text = self._network.no_action
+        return text if clock.monotonic() < when + UNANSWERED else ""
 
     def report(self, numbers: Mapping[str, Any]) -> None:
         """Let the heartbeat tell the learner these each second; the mapping is read anew each time."""

@@ -100,7 +100,7 @@ class Network:
         self._inference: Connection | None = None
         self._asked: deque[tuple[int, int]] = deque(maxlen=64)  # (number, step) of the questions that were sent
         self._asked_at = self._asked_since = self._beaten_at = 0.0  # since: the first that is not answered
-        self._complaint, self._no_action = "", (-UNANSWERED, "")  # why a question got no action, and when
+        self._complaint, self.no_action = "", (-UNANSWERED, "")  # when the newest question got none, and why
         self._is_moving = self._misfit_told = self._closing = self._is_in = False  # in: both sides have agreed
         self._handlers = {
             m.Welcome: self._welcomed, m.StateUpdate: self._noticed, m.Ack: self._acknowledged,
@@ -350,22 +350,16 @@ class Network:
         action = extras.pop("action")
         if action.ndim != 2 or action.shape[1:] != self._robot.action.shape or not np.isfinite(action).all():
             raise MessageError(f"actions should be finite and [H, {self._robot.action.shape[0]}]")
-        self._asked_since, self._no_action = clock.monotonic(), (-UNANSWERED, "")
+        self._asked_since, self.no_action = clock.monotonic(), (-UNANSWERED, "")
         if self._close_questions(act.request) == act.step:
             self.answers.append((act.request, Answer(act.step, act.version, action, extras, act.reset)))
             self._tell()
 
     def _unanswered(self, failed: m.Failed) -> None:
-        self._no_action = clock.monotonic(), failed.text
+        self.no_action = clock.monotonic(), failed.text
         self._complain(f"the inference process: {failed.text}")
         self._asked_since = clock.monotonic()
         self._close_questions(failed.request)
-
-    @property
-    def no_action(self) -> str:
-        """Return why the inference process had no action for the newest question; empty: it had, or is silent."""
-        when, text = self._no_action
-        return text if clock.monotonic() < when + UNANSWERED else ""
 
     def _close_questions(self, request: int) -> int | None:
         """Wait no more for the answers up to this one. Return the step of its question; None: nobody waits for it."""
