@@ -16,7 +16,7 @@ from serl_client.episode import Record
 from serl_client.errors import ConfigError
 from serl_client.keys import Key
 from serl_client.messages import Command, InferenceRequest
-from serl_client.network import Answer, Network, State
+from serl_client.network import UNANSWERED, Answer, Network, State
 from serl_client.outbox import Outbox
 from serl_client.spec import Array, Spec
 
