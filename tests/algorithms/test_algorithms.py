@@ -36,7 +36,7 @@ from tests.shared.policy_servers import still
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OFFERED = groups(CONFIG)
-ALGORITHMS = [name for name in OFFERED["algo"] if name != "reward_classifier"]  # nobody acts with it
+ALGORITHMS = [name for name in OFFERED["algo"] if name not in ("reward_classifier", "judge")]  # nobody acts with it
 SPEC = robot(states=2, shape=(8, 8, 3))
 IMAGE = torch.arange(8 * 8 * 3, dtype=torch.uint8).view(8, 8, 3)  # what the toy's camera always sees
 FITTED = {

@@ -46,6 +46,7 @@ QUICK = [
         "algo=reward_classifier algo.inputs=[observation.images.nowhere]",
         "robot has no .*nowhere; name some of observation",
     ),
+    ("algo=judge algo.kept=1", "2 or more frames"),
     ("algo=reward_classifier algo.positive=0", "1 or more positive steps"),
     ("algo=reward_classifier algo.focus=-1", "nothing below 0"),
     ("algo=reward_classifier algo.stages=0", "say 1 or more stages"),
