@@ -9,7 +9,8 @@ RUN is the folder of a run with plan=reward_classifier or plan=judge (docs/rewar
 row counts as claimed from the --threshold on, and an episode once --rows in succession are, as task.judge does it.
 
 The learner of OTHER must be running. An episode is a success if it is claimed, and a failure if no row comes to
-1 - threshold; of others nothing is said. A person's word overrules it at any time. Evaluations are left alone.
+1 - threshold; of others nothing is said. A person's word overrules it at any time. Evaluations are left alone. A judge
+that does not see most successes among the held-out episodes, or claims most failures, is refused.
 """
 
 import argparse
@@ -181,8 +182,23 @@ def outcomes(run: Path, other: Path, verdicts: Verdicts) -> Iterator[Outcome]:
             yield Outcome(info.id, success, judged_by=MODEL)
 
 
+def check_trusted(episodes: Sequence[Judged], verdicts: Verdicts) -> None:
+    """Raise ConfigError for a judge whose word on stored episodes would be worth nothing: one that sees nothing gives
+    each row the share of successes, and so would call every episode a failure."""
+    seen, wrong = (
+        [claimed(each.scores, verdicts) for each in episodes if bool(each.info.success) == success]
+        for success in (True, False)
+    )
+    if 2 * sum(seen) <= len(seen) or 2 * sum(wrong) > len(wrong):
+        raise ConfigError(
+            f"of the held-out episodes this judge sees {sum(seen)} of {len(seen)} successes, and calls {sum(wrong)} of "
+            f"{len(wrong)} failures success: give it more judged episodes, or another --threshold, before it labels"
+        )
+
+
 def labelled(run: Path, other: Path, verdicts: Verdicts, options: argparse.Namespace) -> str:
     """Have the judge of `run` judge the episodes of `other`, and say how many of which kind there were."""
+    check_trusted(list(judged(run, verdicts.threshold)), verdicts)
     found = list(outcomes(run, other, verdicts))
     address = address_of(other, options.ip, options.port, options.key)
     if found:

@@ -162,7 +162,7 @@ def _described(folder: Path | None, kind: str, words: str) -> tuple[str, Any]:
     except ImportError:
         raise ConfigError(
             "algo.model: reward models came with lerobot 0.6, which needs Python 3.12: "
-            "`. examples/install.sh --python 3.12 --extra data --extra vla`"
+            "`. examples/install.sh --python 3.12 --extra learner --extra data --extra vla`"
         ) from None
     kind, fields = described(folder, kind, TYPES, where="algo.model", what="reward model")
     kind_of = configs.RewardModelConfig.get_choice_class(kind)

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("one_thread", "same_l
 
 GIVEN = [  # practice makes no updates: how far it comes depends on the machine, and so would what the classifier sees
     "task=fake", "plan=quickstart", "log=false", "critic.hidden=[16,16]", "policy.hidden=[16,16]", "batch_size=16",
-    'plan.phases.demonstrate.until=["demo.episodes >= 40"]', "~plan.phases.baseline", "~plan.phases.evaluate",
+    'plan.phases.demonstrate.until=["demo.episodes >= 60"]', "~plan.phases.baseline", "~plan.phases.evaluate",
     'plan.phases.practise.start_when="online.steps >= 100000"', 'plan.phases.practise.until=["online.episodes >= 40"]',
     "task.env.max_steps=30", "task.stages=2",
 ]  # fmt: skip
@@ -92,6 +92,8 @@ def test_a_reward_model_of_somebody_else_judges_what_comes_and_what_is_stored(da
 
     def labels(config, local, port):
         until(lambda: "serve" in facts(other).phases, 10 * PATIENCE)
+        status, blind = called("reward", judge, "--label", other, "--threshold", "0.9999999", "--port", str(port))
+        assert (status, "sees 0 of" in blind) == (1, True), "it would call all of them failures"
         said = [called("reward", judge, "--label", other, "--threshold", "0.5", "--port", str(port)) for _ in range(2)]
         order(port, "next")
         assert [status for status, _ in said] == [0, 0], said

@@ -37,6 +37,7 @@ TDMPC2 = [
     "algo=tdmpc2_tiny", "plan=tdmpc2", *runs.without("practise", "evaluate"), f"random_steps={RANDOM - EARLY}", LARGE,
     "algo.discount=0.99", "algo.model.episodic=false",
 ]  # fmt: skip
+PIXELS: dict[str, Any] = {"task": "sim_arm_pixels"}
 HALF = "{online: 0.5, demo: 0.5}"
 UPDATES = (3000, 3000, 6000)  # of the verdicts, before each evaluation; two for each step of the arm
 
@@ -131,10 +132,11 @@ def frozen(cell: Namespace) -> Mapping[str, Any]:
     Hypothesis, said before the first cell: after the last part both succeed equally often, so that the interval of the
     paired difference holds 0.
     """
-    words = [f"algo={cell.algo}", f"seed={cell.seed}", *QUICKSTART, *parts(spans(cell.at), HALF, 200, cell.starts)]
-    made = runs.finished(
-        cell.folder / cell.algo, *words, *cell.words, task="sim_arm_pixels", actor=[f"seed={cell.seed}"]
-    )
+    begun = runs.demonstrations(cell.folder / "demonstrations", cell.seed, 20, **PIXELS)
+    words = [f"algo={cell.algo}", f"seed={cell.seed}", *QUICKSTART, *runs.without("demonstrate")]
+    words += [*parts(spans(cell.at), HALF, 200, cell.starts), *cell.words]
+    actor = [f"seed={cell.seed}"]
+    made = runs.finished(cell.folder / cell.algo, *words, of=begun, forgets=True, actor=actor, **PIXELS)
     found = runs.evaluations(made, cell.starts)
     return {name: [line[name] for line in found] for name in ("successes", "updates")} | {"draw": runs.draw(made)}
 
