@@ -32,6 +32,7 @@ from serl_launcher.datasets import importer
 from serl_launcher.datasets.export import FINISH_S, recorded, wanted
 from serl_launcher.error_log import ERRORS, first_line, write_traceback
 from serl_launcher.page import certificate
+from serl_launcher.page.ports import check_port
 from serl_launcher.report import begun, page
 from serl_launcher.service.access import AllowList, check_address
 from serl_launcher.service.link import report_end
@@ -201,7 +202,8 @@ def writable(folder: Path) -> Path:
 
 
 def check_ports(config: DictConfig) -> None:
-    """Raise ConfigError for a port that another program has, or that is said twice."""
+    """Raise ConfigError for a port that another program has, that is said twice, or that no browser opens."""
+    check_port(config.page)
     taken: dict[int, str] = {}
     hosts = {"bridge.port": config.bridge.host, "page": config.page_host}
     for name in ("port", "inference_port", "live", *hosts):

@@ -11,6 +11,7 @@ from serl_client.connection import tcp
 from serl_client.errors import ConfigError
 from websockets.asyncio.server import ServerConnection
 
+from serl_launcher.page.ports import check_port
 from serl_launcher.service.access import RefusalCount
 from serl_launcher.service.places import Places
 from serl_launcher.service.router import cannot_listen
@@ -29,7 +30,8 @@ class Doorstep(socket.socket):
     """A listening socket. A stranger who is one too many is cut, or the oldest one of the address that has most."""
 
     def __init__(self, host: str, port: int, refusals: RefusalCount) -> None:
-        """Raises ConfigError if it cannot listen there."""
+        """Raises ConfigError if it cannot listen there, or if no browser would come."""
+        check_port(port)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             made = socket.create_server((host.strip("[]"), port), family=family)

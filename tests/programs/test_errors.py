@@ -117,6 +117,7 @@ def make_store(run_dir, spec):
         ("learner=true task.verdict.success=lots", ["task.verdict.success=lots: should be a number, like 1.0"]),
         ("learner=true host=0.0.0.0", ["0.0.0.0: without keys the learner listens on loopback only", "keys.py make"]),
         ("learner=true page=8088 page_host=0.0.0.0", ["page_host=0.0.0.0: without keys the page is", "keys.py page"]),
+        ("learner=true page=6000", ["page=6000: browsers open nothing on this port", "page=8088"]),
         ("learner=true port=99999", ["cannot listen on 127.0.0.1:99999", "choose another port=..."]),
         ("learner=true port=7777 inference_port=7777", ["both 7777: choose another inference_port=..."]),
         ("learner=true run_dir=/proc/nowhere", ["cannot write to /proc/nowhere", "choose another run_dir=..."]),

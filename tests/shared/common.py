@@ -13,7 +13,7 @@ CONFIG, TOOLS, TASKS, TRAIN = ROOT / "config", ROOT / "tools", ROOT / "config/ta
 STATE = "observation.state"
 SCALE = float(os.environ.get("RETAKE_PATIENCE", "1"))  # every limit on waiting is multiplied by it; raise it when slow
 PATIENCE = 60.0 * SCALE  # seconds
-PORTS = range(10_000, 32_000)  # outgoing connections take theirs from 32768 on
+PORTS = range(10_081, 32_000)  # outgoing connections take theirs from 32768 on; a browser opens all from 10081 on
 WORKERS = 16  # of xdist; each has a range of ports of its own
 _given: set[int] = set()
 
