@@ -62,6 +62,8 @@ class Steered(Wrapped):
 class DSRL(ActsByWrapped):
     """Imitate (`update_clone`) before practice; then learn values (`update_critic`) and steer (`update_noise`).
 
+    `update_noise_critic` takes more steps of Q_w than the one of `update_noise`.
+
     noise_policy: makes the Gaussian policy over noise, from the Spec whose action is the noise. reach: its bounds.
     noise_rows: rows of noise for a chunk; 1: each action gets the same numbers; None: each its own.
     noise_optimizer: makes its optimiser, and that of Q_w.
@@ -103,7 +105,13 @@ class DSRL(ActsByWrapped):
         self.log_temperature = LogTemperature(initial_temperature)
         self.temperature_optimizer = Optimizer(self.log_temperature, learning_rate=self.noise_optimizer.learning_rate)
         self.target_entropy = -entropy_per_action * rows * policy.width
-        self.windows["update_noise"] = self.windows["update_critic"]
+        self.windows["update_noise"] = self.windows["update_noise_critic"] = self.windows["update_critic"]
+
+    def update_noise_critic(self, batch: Batch) -> Metrics:
+        """Take one step of Q_w; nothing else changes."""
+        return descend(
+            self.noise_critic_optimizer, self.augment(batch), self.noise_critic_loss, "noise_critic_gradient"
+        )
 
     def update_noise(self, batch: Batch) -> Metrics:
         """Take one step of Q_w, one of the noise policy down (2), and one of the temperature."""

@@ -5,6 +5,7 @@ Q-chunking (qc.yaml) acts with the best of n samples, by the critics: the data's
 FQL (fql.yaml) trains a second policy, mu, that makes a chunk from noise in one step. It climbs the critics, and stays
 near the flow's chunk from the same noise:
     (2) L = alpha |mu(s, noise) - flow(s, noise)|^2 / (H A) - Q(s, mu(s, noise)) / mean_batch |Q|.
+The divisor, so that alpha does not depend on the size of returns, is what its authors advise for new tasks.
 As long as there are no values, as in a phase that clones, mu learns the first term alone: it acts as the flow would.
 Over chunks this is what the first paper calls QC-FQL; with `policy.horizon=1` it is FQL.
 """
@@ -44,14 +45,15 @@ class FQL(ChunkActorCritic):
     acts (`update_one_step`; before the first `update_critic`, `update_clone` does).
 
     policy: its head is a Flow. Makes the one-step policy too, whose head takes one step.
-    distill_weight: alpha of (2). one_step_optimizer: makes the one-step policy's optimiser.
+    distill_weight: alpha of (2). normalize_values: whether (2) has its divisor.
+    one_step_optimizer: makes the one-step policy's optimiser.
     The other arguments are those of Parts.
     """
 
-    changeable = ("distill_weight",)
+    changeable = ("distill_weight", "normalize_values")
 
     def __init__(
-        self, spec: Spec, *, policy: Callable[[Spec], HeadPolicy], distill_weight: float,
+        self, spec: Spec, *, policy: Callable[[Spec], HeadPolicy], distill_weight: float, normalize_values: bool,
         one_step_optimizer: Callable[[nn.Module], Optimizer], **parts: Any,
     ) -> None:  # fmt: skip
         made = Parts(spec, "fql", policy=policy, **parts)
@@ -65,7 +67,7 @@ class FQL(ChunkActorCritic):
         assert isinstance(self.one_step.head, Flow)
         self.one_step.head.steps = 1
         self.one_step_optimizer = one_step_optimizer(_Sampled(self.one_step))
-        self.distill_weight = distill_weight
+        self.distill_weight, self.normalize_values = distill_weight, normalize_values
         self.windows["update_one_step"] = self.windows["update_critic"]
 
     @property
@@ -97,7 +99,8 @@ class FQL(ChunkActorCritic):
         action = self.one_step_optimizer.forward(batch)  # [B, H, A]
         distance = self._distance(batch, action)
         value = self.value_by_action(first_step(batch.observation), action)
-        loss = self.distill_weight * distance - value / (value.detach().abs().mean() + 1e-6)
+        size = value.detach().abs().mean() + 1e-6 if self.normalize_values else 1.0
+        loss = self.distill_weight * distance - value / size
         metrics = {"distill": distance.detach().mean(), "value_of_policy": value.detach().mean()}
         loss = (batch.weight * loss).mean()
         return loss, {"one_step_loss": loss.detach(), **metrics}

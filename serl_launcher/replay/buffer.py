@@ -172,11 +172,11 @@ class ReplayBuffer:
 
     def may_start(self, numbers: Numbers, rows: str, starts: str) -> NDArray[np.bool_]:
         """Return [n] bool: whether windows may start at these steps. `rows` as in View, `starts` as in Window."""
-        slots, every = numbers % self.layout.capacity, np.ones(len(numbers), bool)
-        allowed = every if rows == "all" else self._intervened[slots] == (rows == "intervened")
-        if starts == "episode_start":
-            allowed &= self._first[slots] == numbers
-        return allowed & self._chunk_start[slots] if starts == "chunk_start" else allowed
+        slots = numbers % self.layout.capacity
+        human, begins = self._intervened[slots], self._chunk_start[slots]
+        every, first = np.ones(len(numbers), bool), self._first[slots] == numbers
+        sets = {"all": every, "intervened": human, "autonomous": ~human, "decisions": human | begins}
+        return sets[rows] & {"any": every, "chunk_start": begins, "episode_start": first}[starts]
 
     def episodes(self, numbers: Numbers) -> Numbers:
         """Return the episode number of each of these steps, [n]."""

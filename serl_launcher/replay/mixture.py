@@ -56,6 +56,7 @@ class ReplayMixture:
         self._memory: dict[tuple[int, int], BatchMemory] = {}
         self._choices: dict[tuple[str, str, str], Choice] = {}  # by (view, source, Window.starts)
         self._sizes = {name: [0, 0] for name in self.views}  # [steps, closed episodes]
+        self._decisions: dict[tuple[str, int], int] = {}  # {(source, episode): its decisions}, where a view asks for it
         self._known: set[str] = set()  # sources of which a window asks what is known of episodes
         self._discarded: set[str] = set()  # sources with a discarded episode: their plain view needs a Choice, too
 
@@ -85,6 +86,7 @@ class ReplayMixture:
         buffer.refresh(head)
         for episode in self.held[name].evict(buffer.tail):
             self._count(episode, -1)
+            self._decisions.pop((name, episode.number), None)
 
     def _take(self, now: EpisodeInfo, before: EpisodeInfo | None) -> None:
         """Count a changed episode. Choose its steps again in each view that it has entered or left.
@@ -118,9 +120,14 @@ class ReplayMixture:
                     self._know(episode)
 
     def _count(self, episode: EpisodeInfo, sign: int) -> None:
+        key = episode.source, episode.number
+        if sign > 0 and any(view.start_steps == "decisions" for view in self.views.values()):
+            buffer = self.buffers[episode.source]
+            numbers = buffer.steps_of(episode.number, episode.first, episode.steps, buffer.head)
+            self._decisions[key] = int(buffer.may_start(numbers, "decisions", "any").sum())
         for name, view in self.views.items():
             if view.holds(episode):
-                self._sizes[name][0] += sign * view.count(episode)
+                self._sizes[name][0] += sign * view.count(episode, self._decisions.get(key, 0))
                 self._sizes[name][1] += sign * bool(episode.closed)
 
     def size(self, name: str) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from serl_launcher.store.schema import EpisodeInfo
 
 KEEP = ("all", "successful", "failed", "intervened", "rewarded", "unrewarded")
-START_STEPS = ("all", "intervened", "autonomous")
+START_STEPS = ("all", "intervened", "autonomous", "decisions")
 SPLITS = ("train", "held_out")
 HELD_OUT = 0.1  # the share of episodes in the split `held_out`
 
@@ -46,8 +46,9 @@ class View:
 
     of: names of sources. keep: an episode is in the view if one of these (see KEEP) holds for it.
     min_length: least steps of an episode. split: `train`, `held_out`, or None for both.
-    start_steps: start windows at `all` steps, at the human's (`intervened`) or at the policy's (`autonomous`). A window
-    that has started continues over all steps.
+    start_steps: start windows at `all` steps, at the human's (`intervened`), at the policy's (`autonomous`), or at the
+        human's and where the policy began a chunk (`decisions`: the varied frequency of Hi-ORS, arXiv 2510.26406). A
+        window that has started continues over all steps.
     """
 
     of: tuple[str, ...]
@@ -72,10 +73,11 @@ class View:
         }
         return any(kept[name] for name in self.keep)
 
-    def count(self, episode: EpisodeInfo) -> int:
-        """Return at how many steps of an episode in this view windows may start."""
-        shares = {"all": episode.steps, "intervened": episode.intervened}
-        return shares.get(self.start_steps, episode.steps - episode.intervened)
+    def count(self, episode: EpisodeInfo, decisions: int = 0) -> int:
+        """Return at how many steps of an episode in this view windows may start. decisions: of its steps; see View."""
+        steps, human = episode.steps, episode.intervened
+        counts = {"all": steps, "intervened": human, "autonomous": steps - human, "decisions": decisions}
+        return counts[self.start_steps]
 
 
 def _held_out(episode: str) -> bool:

@@ -313,7 +313,11 @@ class _Reader:
         for name, share in node.entries():
             if name == p.EVAL:
                 raise node.error(f"nothing trains on the built-in source {p.EVAL!r}")
-            shares[check_choice(name, [*self.sources, *self.views], "source", node.where)] = share.number()
+            check_choice(name, [*self.sources, *self.views], "source", node.where)
+            if share.value != 0 or isinstance(
+                share.value, bool
+            ):  # 0 takes a source out, of which another plan has some
+                shares[name] = share.number()
         if not shares:
             raise node.error("an update needs data, as in {online: 0.5, demo: 0.5}")
         return {name: share / sum(shares.values()) for name, share in shares.items()}

@@ -22,7 +22,12 @@ from serl_launcher.training.plan_edits import check_edits
 FORMAT = 4  # of the state; 4: tensors lie in a file of their own
 MANIFEST = "manifest.json"
 ADDED = ("batch_size", "policy.resize")  # checkpoints of earlier versions do not tell these
-ABSOLUTE = ("relative", [])  # of a policy, as checkpoints of earlier versions are without telling it
+UNTOLD = (  # options by which nothing changes, as it was before there were these: earlier checkpoints do not tell them
+    ("relative", []),
+    ("times", "beta"),
+    ("normalize_values", True),
+    ("ema_decay", 0.0),
+)
 DAMAGE = (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError)  # what a damaged manifest sets off
 
 
@@ -176,7 +181,7 @@ def _settings(
 def _told(tree: Any) -> Any:
     if not isinstance(tree, Mapping):
         return tree
-    return {key: _told(value) for key, value in tree.items() if (key, value) != ABSOLUTE}
+    return {key: _told(value) for key, value in tree.items() if (key, value) not in UNTOLD}
 
 
 def _of_policies(now: Mapping[str, Any], then: Mapping[str, Any], free: Collection[str]) -> str:

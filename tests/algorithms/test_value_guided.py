@@ -179,6 +179,16 @@ def test_the_one_step_policy_stays_near_the_flow_from_the_same_noise_and_climbs_
     torch.testing.assert_close(*slopes, rtol=1e-4, atol=1e-4)
 
 
+def test_values_count_as_they_are_where_they_are_not_normalised():
+    told, fql = build("fql"), build("fql", "algo.normalize_values=false")
+    drawn = rows(fql, "update_one_step")
+    (loss, metrics), (relative, _) = fql.one_step_loss(drawn), told.one_step_loss(drawn)
+    value = fql.value_by_action(first_step(drawn.observation), fql.one_step_optimizer.forward(drawn))
+    expected = (drawn.weight * value * (1 - 1 / value.abs().mean())).mean()
+    torch.testing.assert_close(relative - loss, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(metrics["value_of_policy"], value.mean())
+
+
 def test_the_one_step_policy_acts_as_the_clone_does_before_there_are_values():
     fql = build("fql", "algo.one_step_optimizer.learning_rate=0.005")
     drawn = rows(fql, "update_clone")
@@ -278,6 +288,14 @@ def test_steering_leaves_the_cloned_flow_as_it_is_to_the_byte_and_its_noise_with
     assert found.abs().max() <= 0.7
 
 
+def test_more_steps_of_the_noises_critic_move_it_alone():
+    algorithm = build("dsrl")
+    before = {name: weights(part) for name, part in algorithm.named_children()}
+    algorithm.update_noise_critic(rows(algorithm, "update_noise_critic"))
+    after = {name: weights(part) for name, part in algorithm.named_children()}
+    assert [name for name in before if differences(before[name], after[name])] == ["noise_critic"]
+
+
 def test_one_row_of_noise_serves_all_actions_of_a_chunk_and_each_its_own_otherwise(monkeypatch):
     seen = {}
     for count in (1, 2, None):
@@ -318,6 +336,29 @@ def test_the_best_of_samples_and_their_edits_acts():
     both = torch.cat([sampled, edits])
     best = both[algorithm.critic.mean_value(seen, both).argmax(0), torch.arange(5)]
     assert torch.equal(act(algorithm, seen, noise), best)
+
+
+def test_an_average_of_the_base_acts_and_the_newest_backs_up(monkeypatch):
+    algorithm = build("expo", "algo.ema_decay=0.5")
+    average, trained = algorithm.acting.policy, algorithm.policy
+    for step in range(3):
+        before = weights(average)
+        algorithm.update_clone(rows(algorithm, "update_clone", seed=step))
+        kept = min(0.5, (1 + step) / (10 + step))
+        for name, weight in average.named_parameters():
+            expected = kept * before[name] + (1 - kept) * trained.get_parameter(name)
+            torch.testing.assert_close(weight, expected)
+    sampled = []
+    for policy in (average, trained):
+        sample = policy.sample
+        monkeypatch.setattr(
+            policy, "sample", lambda *a, of=policy, call=sample, **o: sampled.append(of) or call(*a, **o)
+        )
+    act(algorithm, observed(), torch.zeros(5, *algorithm.acting.noise_shape))
+    algorithm.update_critic(rows(algorithm, "update_critic"))
+    assert [each is trained for each in sampled] == [False, True]
+    algorithm.only_acting()
+    assert algorithm.policy is average
 
 
 def test_an_update_of_the_edits_moves_neither_base_nor_critics():

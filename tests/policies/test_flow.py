@@ -61,16 +61,17 @@ def sft(spec=SPEC, **options):
     return SFT(spec, **{**known, "policy": policy_of, **options})
 
 
-def test_times_dwell_where_the_noise_is(monkeypatch):
-    """t = 0.001 + 0.999 b with b ~ Beta(1.5, 1): its mean is 0.6, and P(b < q) = q^1.5."""
-    policy, seen = policy_of(), []
+@pytest.mark.parametrize(("times", "mean", "power"), [("beta", 0.6, 1.5), ("uniform", 0.5, 1.0)])
+def test_times_are_drawn_as_they_are_said(monkeypatch, times, mean, power):
+    """t = 0.001 + 0.999 b; with b ~ Beta(1.5, 1), mostly where the noise is, P(b < q) = q^1.5."""
+    policy, seen = policy_of(head=flow_of(times=times)), []
     monkeypatch.setattr(
         ChunkPolicy, "predict", lambda _, chunk, time, *__: seen.append(time) or torch.zeros_like(chunk)
     )
     policy(batch_of(torch.zeros(20_000, HORIZON, 2)))
-    assert seen[0].mean() == pytest.approx(0.6, abs=0.01)
+    assert seen[0].mean() == pytest.approx(mean, abs=0.01)
     for share in (0.1, 0.25, 0.5, 0.75, 0.9):
-        assert ((seen[0] - 0.001) / 0.999 < share).float().mean() == pytest.approx(share**1.5, abs=0.015)
+        assert ((seen[0] - 0.001) / 0.999 < share).float().mean() == pytest.approx(share**power, abs=0.015)
     assert 0.001 <= seen[0].min() < seen[0].max() < 1
 
 

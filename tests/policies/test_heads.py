@@ -146,6 +146,7 @@ def test_what_a_head_cannot_do_is_said():
         ({"path": "round"}, "head.path=round: say one of linear, trigonometric"),
         ({"solver": "heun", "noise_level": 0.1}, "head.noise_level goes with head.solver=euler alone, not with heun"),
         ({"steps": 0}, "head.steps=0: say 1 or more"),
+        ({"times": "early"}, "head.times=early: say one of beta, uniform"),
     ):
         with pytest.raises(ConfigError, match=text):
             Flow(horizon=1, width=1, **{"steps": 1, **words})

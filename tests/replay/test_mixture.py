@@ -112,6 +112,7 @@ def test_views_follow_every_change_of_interleaved_episodes_as_a_look_at_all_of_t
     views = {
         "won": View(("online",), ("successful",)), "long": View(("online",), min_length=12),
         "human": View(("online",), start_steps="intervened"),
+        "decisions": View(("online",), ("successful",), start_steps="decisions"),
     }  # fmt: skip
     sources, at = mixture(views), {"A": 0, "B": 0}
     generator, ids, started = np.random.default_rng(1), [], 0
@@ -122,7 +123,7 @@ def test_views_follow_every_change_of_interleaved_episodes_as_a_look_at_all_of_t
         name = next(id for id in reversed(ids) if id[0] == session)
         ends = "terminated" if at[session] > 5 and generator.random() < 0.5 else ""
         segment = make_segment(name, 1, at[session], 4, ends=ends)
-        segment.intervened[:] = generator.random(4) < 0.5
+        segment.intervened[:], segment.chunk_start[:] = generator.random((2, 4)) < 0.5
         push(session, segment)
         at[session] = 0 if ends else at[session] + 4
         if generator.random() < 0.5:
@@ -139,12 +140,13 @@ def _same_as_a_look_at_all(store, sources, views):
     numbers = np.arange(buffer.tail, buffer.head)
     records = buffer._steps[numbers % 200]
     whole = [r for r in records if infos[int(r["episode"])].first >= buffer.tail]
+    flags = {"intervened": layout.INTERVENED, "decisions": layout.INTERVENED | layout.CHUNK_START}
     for name, view in views.items():
-        for begin in ("any", "chunk_start"):
+        for begin in ("chunk_start", "any"):
             expected = {
                 int(r["number"]) for r in whole
                 if view.holds(infos[int(r["episode"])])
-                and (view.start_steps == "all" or r["flags"] & layout.INTERVENED)
+                and (view.start_steps == "all" or r["flags"] & flags[view.start_steps])
                 and (begin == "any" or r["flags"] & layout.CHUNK_START)
             }  # fmt: skip
             choice = sources._choice(name, "online", begin)
@@ -152,7 +154,7 @@ def _same_as_a_look_at_all(store, sources, views):
             usable = {int(n) for n in chosen if buffer._first[n % 200] >= buffer.tail}
             assert usable == expected
         alive = [info for info in infos.values() if info.first >= buffer.tail and view.holds(info)]
-        assert sources.size(name) == (sum(map(view.count, alive)), sum(bool(info.closed) for info in alive))
+        assert sources.size(name) == (len(expected), sum(bool(info.closed) for info in alive))
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 Time t runs from 1 (noise) to 0 (action). With the chunk a, scaled to about [-1, 1], and noise e ~ N(0, I):
     (1) x_t = t e + (1 - t) a,
     (2) the network v(x_t, t, observation) learns  dx/dt = e - a,
-    (3) with t = 0.001 + 0.999 b and b ~ Beta(1.5, 1), which draws mostly times with much noise.
+    (3) with t = 0.001 + 0.999 b and b ~ Beta(1.5, 1), which draws mostly times with much noise; or b ~ U(0, 1).
 A sample starts at t = 1 with noise and takes N Euler steps of
     (4) x <- x - v / N.
 A policy with `max_delay` > 0 also learns to continue a chunk: the first d = 0..max_delay rows of (1) are at time 0,
@@ -33,6 +33,7 @@ from serl_launcher.policies.prefix import strength
 
 TIME = 1  # stream of a row's random numbers for its time; stream 0 is the noise
 PATHS, SOLVERS, STARTS = ("linear", "trigonometric"), ("euler", "heun"), ("noise", "zero")
+TIMES = {"beta": 1 / 1.5, "uniform": 1.0}  # b of (3) is this power of a uniform number: its inverse distribution
 
 Velocity = Callable[[Tensor, float], Tensor]  # of a chunk [B, H, D] at a time
 
@@ -41,6 +42,7 @@ class Flow(Head):
     """The loss and the samplers of a velocity.
 
     steps: N, steps of the sampler. path: linear (1) or trigonometric (6). solver: euler or heun.
+    times: beta or uniform, of (3).
     start: noise; or zero: each sample begins at x = 0, ignores the noise, and goes to one mode for each observation.
     noise_level: initial s of (5), which is trained from there; None: the deterministic sampler (4), without a density.
 
@@ -48,12 +50,12 @@ class Flow(Head):
     Raises ConfigError for other words, and for a noise level with what (5) is not made for.
     """
 
-    changeable = ("steps", "solver")  # of the sampler alone: see config.changeable
+    changeable = ("steps", "solver", "times")  # of the sampler and the loss alone: see config.changeable
     is_velocity = True
 
     def __init__(
         self, *, horizon: int, width: int, steps: int, path: str = "linear", solver: str = "euler",
-        start: str = "noise", noise_level: float | None = None,
+        start: str = "noise", noise_level: float | None = None, times: str = "beta",
     ) -> None:  # fmt: skip
         super().__init__(horizon=horizon, width=width)
         options = {"path": (path, PATHS), "solver": (solver, SOLVERS), "start": (start, STARTS)}
@@ -62,9 +64,11 @@ class Flow(Head):
                 raise ConfigError(f"head.{name}={value}: say one of {', '.join(allowed)}")
             if noise_level is not None and value != allowed[0]:
                 raise ConfigError(f"head.noise_level goes with head.{name}={allowed[0]} alone, not with {value}")
+        if times not in TIMES:
+            raise ConfigError(f"head.times={times}: say one of {', '.join(TIMES)}")
         if steps < 1:
             raise ConfigError(f"head.steps={steps}: say 1 or more")
-        self.steps, self.path, self.solver, self.start = steps, path, solver, start
+        self.steps, self.path, self.solver, self.start, self._power = steps, path, solver, start, TIMES[times]
         self.is_deterministic, self.guides, self.steers = start == "zero", path == "linear", path == "linear"
         self.log_noise_level = None if noise_level is None else nn.Parameter(torch.tensor(math.log(noise_level)))
 
@@ -80,7 +84,7 @@ class Flow(Head):
     def errors(self, predict: Predict, target: Target) -> Tensor:
         """Compute the velocity's squared errors, (1) to (3) or (6)."""
         noise = normal(target.seed, (self.horizon, self.width))
-        time = 0.001 + 0.999 * uniform(target.seed, (), TIME) ** (1 / 1.5)  # Beta(1.5, 1) by its inverse distribution
+        time = 0.001 + 0.999 * uniform(target.seed, (), TIME) ** self._power
         time = time.unsqueeze(1)
         t = time.unsqueeze(-1)
         if self.path == "linear":
