@@ -15,9 +15,9 @@ CRITICS = {
     "algo.critic_optimizer.learning_rate": 3e-4,
 }  # fmt: skip
 QC = {  # ColinQiyangLi/qc 48283b4: get_config of agents/acfql.py, flags of main.py
-    **CRITICS, "algo.optimizer.learning_rate": 3e-4, "policy.horizon": 5, "policy.head.steps": 10, "policy.head.times": "uniform",
-    "policy.network.hidden": [512] * 4, "policy.network.layer_norm": False, "critic.hidden": [512] * 4,
-    "critic.lowest": 1.0,  # q_agg=mean
+    **CRITICS, "algo.optimizer.learning_rate": 3e-4, "policy.horizon": 5, "policy.head.steps": 10,
+    "policy.head.times": "uniform", "policy.network.hidden": [512] * 4, "policy.network.layer_norm": False,
+    "critic.hidden": [512] * 4, "critic.lowest": 1.0,  # q_agg=mean
 }  # fmt: skip
 SAID = {
     "qc": {**QC, "algo.samples": 32, "utd": 2},  # actor_type=best-of-n; one step of both losses
@@ -28,7 +28,8 @@ SAID = {
         "critic.hidden": [256] * 3, "algo.hidden": [256] * 3, "algo.samples": 8, "algo.reach": 0.05,
         "algo.initial_temperature": 1.0, "algo.entropy_per_action": round(0.5 + math.log(0.05), 4),
         "algo.ema_decay": 1 - 0.001, "head.train_steps": 10, "head.steps": 10, "head.fresh_noise": True,
-        "algo.edit_optimizer.learning_rate": 3e-4, "algo.optimizer.learning_rate": 3e-4, "network.width": 256, "network.depth": 3, "policy.horizon": 1,
+        "algo.edit_optimizer.learning_rate": 3e-4, "algo.optimizer.learning_rate": 3e-4,
+        "network.width": 256, "network.depth": 3, "policy.horizon": 1,
     },
     "dsrl": {  # ajwagen/dsrl 8d21b9c: cfg/robomimic/dsrl_can.yaml, train_dsrl.py
         **CRITICS, "critic.hidden": [2048] * 3, "critic.lowest": 0.0, "algo.noise_policy.hidden": [2048] * 3,

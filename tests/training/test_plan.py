@@ -82,7 +82,9 @@ def test_a_typo_is_refused_with_its_line_and_the_nearest_right_word(path, value,
         ("sources.demo.capacity", True, "whole number >= 1"),
         ("sources.demo", 500, "should be a mapping"),
         ("sources.the-demo", {"capacity": 5}, "letters, digits"),
-        ("phases.practise.data", {"demo": 0}, "positive number"),
+        ("phases.practise.data", {"demo": -1}, "positive number"),
+        ("phases.practise.data", {"demo": False}, "positive number"),
+        ("phases.practise.data", {"demo": 0}, "needs data"),
         ("phases.practise.data", {}, "needs data"),
         ("phases.practise.pace", {"updates_per_step": 0, "tolerance": 8}, "positive number"),
         ("phases.practise.pace", {"updates_per_step": 2}, "'tolerance' is missing"),
@@ -207,6 +209,10 @@ def test_an_update_may_have_data_of_its_own():
     phase = load(mapping).phases["practise"]
     assert phase.update("update").data == {"demo": 1.0}
     assert phase.update("update_critic").data == {"success": 0.75, "demo": 0.25}
+
+
+def test_a_share_of_zero_takes_a_source_out_of_a_plan_that_another_one_begins_with():
+    assert load(edited("phases.practise.data.demo", 0)).phases["practise"].update("update").data == {"success": 1.0}
 
 
 def test_one_phase_can_be_run_alone():
