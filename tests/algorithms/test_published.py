@@ -23,16 +23,19 @@ SAID = {
     "qc": {**QC, "algo.samples": 32, "utd": 2},  # actor_type=best-of-n; one step of both losses
     "fql": {**QC, "algo.distill_weight": 100.0, "algo.normalize_values": False, "utd": 3,
             "algo.one_step_optimizer.learning_rate": 3e-4},
-    "expo": {  # Servo97/EXPO 673a4a7: scripts/expo_robomimic/expo_square.sh, configs/, expo/agents/sac/expo_learner.py
+    "expo": {  # Servo97/EXPO b7ed710: scripts/expo_robomimic/expo_square.sh, configs/, expo/agents/sac/expo_learner.py
         **CRITICS, "critic.num_critics": 10, "critic.num_target_critics": 2, "critic.lowest": 0.0,
         "critic.hidden": [256] * 3, "algo.hidden": [256] * 3, "algo.samples": 8, "algo.reach": 0.05,
         "algo.initial_temperature": 1.0, "algo.entropy_per_action": round(0.5 + math.log(0.05), 4),
         "algo.ema_decay": 1 - 0.001, "head.train_steps": 10, "head.steps": 10, "head.fresh_noise": True,
         "algo.edit_optimizer.learning_rate": 3e-4, "algo.optimizer.learning_rate": 3e-4,
+        "algo.optimizer.decay": 3_000_000, "algo.optimizer.final": 0.0, "algo.optimizer.weight_decay": 1e-4,
+        "algo.edit_optimizer.decay": 3_000_000, "algo.edit_optimizer.final": 0.0,
         "network.width": 256, "network.depth": 3, "policy.horizon": 1,
     },
     "dsrl": {  # ajwagen/dsrl 8d21b9c: cfg/robomimic/dsrl_can.yaml, train_dsrl.py
-        **CRITICS, "critic.hidden": [2048] * 3, "critic.lowest": 0.0, "algo.noise_policy.hidden": [2048] * 3,
+        **CRITICS, "algo.discount": round(0.99 ** (1 / 4), 4), "critic.hidden": [2048] * 3, "critic.lowest": 0.0,
+        "algo.noise_policy.hidden": [2048] * 3,
         "algo.noise_policy.layer_norm": True, "algo.noise_optimizer.learning_rate": 3e-4, "algo.reach": 1.5,
         "algo.initial_temperature": 1.0, "algo.entropy_per_action": 0.0, "head.train_steps": 20, "head.steps": 8,
         "head.fresh_noise": False, "policy.horizon": 4, "algo.noise_rows": None,
@@ -42,7 +45,8 @@ SAID = {
         "algo.dropped": 0.1, "algo.task_weight": 1.0, "algo.optimizer.learning_rate": 1e-5,
         "algo.optimizer.betas": [0.9, 0.95], "algo.optimizer.weight_decay": 1e-10, "algo.optimizer.grad_clip_norm": 1.0,
         "algo.optimizer.warmup": 5000, "algo.optimizer.decay": 30000, "algo.optimizer.final": 0.0,
-        "algo.value_optimizer.learning_rate": 5e-5, "algo.value_optimizer.warmup": 500,
+        "policy.horizon": 10, "policy.head.steps": 5, "algo.value_optimizer.learning_rate": 1e-4,
+        "algo.value_optimizer.warmup": 500,
     },
     "rejection": {  # hiors-project/hiors 5fa4b23: config/algo/reject_sampling_pi0.yaml, scripts
         "algo.optimizer.learning_rate": 2.5e-5, "algo.optimizer.betas": [0.9, 0.95], "algo.optimizer.warmup": 100,
