@@ -19,7 +19,7 @@ from tools.studies.cells import Cells, one_draw
 from tools.study import STUDIES
 
 PAGES = {
-    "learning": ["control", "pick_cube"], "planning": ["planning", "planning_arm"], "verdicts": ["verdicts"],
+    "learning": ["control", "pick_cube", "frozen"], "planning": ["planning", "planning_arm"], "verdicts": ["verdicts"],
     "world-models": ["memory", "world_models"], "policies": ["improve", "offline"], "rewards": ["reward"],
     "openpi": ["served"],
 }  # fmt: skip
