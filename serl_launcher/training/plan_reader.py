@@ -314,9 +314,8 @@ class _Reader:
             if name == p.EVAL:
                 raise node.error(f"nothing trains on the built-in source {p.EVAL!r}")
             check_choice(name, [*self.sources, *self.views], "source", node.where)
-            if share.value != 0 or isinstance(
-                share.value, bool
-            ):  # 0 takes a source out, of which another plan has some
+            is_out = share.value == 0 and share.value is not False  # of a plan that begins with another one's shares
+            if not is_out:
                 shares[name] = share.number()
         if not shares:
             raise node.error("an update needs data, as in {online: 0.5, demo: 0.5}")
