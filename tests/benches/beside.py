@@ -1,6 +1,7 @@
 """What one valid key costs the others: ten actors at 30 Hz alone, and beside an attacker with another actor's key; or,
-with --browsers, beside a crowd at the run's page (tests/faults/browsers.py), whose process is stopped and killed too,
-and beside a process that only computes, with the crowd's priority: what no page would cost on as few cores.
+with --browsers, beside a crowd at the run's page (tests/faults/browsers.py), whose process is stopped and killed too.
+The control is a process that only computes, in the neighbour's place, on its core and with its priority: what the
+neighbour would cost on as few cores if it never spoke to the run.
 
 Each run is a learner with keys, as a person starts it, whose plan collects, trains a little, evaluates and ends. The
 actors are processes with the product's own loop and an image of 64x64; they ask the inference process at each step. The
@@ -17,7 +18,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -96,17 +97,18 @@ TURNS = "turns of the neighbour, fewest"  # beside one that did nothing nothing 
 def measure(folder: Path, options: argparse.Namespace) -> Iterator[Figure]:
     runs: dict[str, list[Run]] = defaultdict(list)
 
-    def once(name: str, program: Path | None, is_page: bool = False) -> float:
+    program = Path(browsers.__file__) if options.browsers else options.attacker
+
+    def once(name: str, *neighbour: Path, speaks: bool = False) -> float:
         at = folder / f"{name}{len(runs[name])}"
-        runs[name].append(run := played(at, options.actors, options.seconds, program, is_page))
+        runs[name].append(run := played(at, options.actors, options.seconds, neighbour, speaks))
         print(said(name, run), *run.report.violations[:10], *run.wrong, sep="\n    ", file=sys.stderr, flush=True)
         return run.ms(0.5)
 
-    crowd, contenders = Path(browsers.__file__), {"alone": partial(once, "alone", None)}
-    if options.browsers:
-        contenders |= {COMPUTES: partial(once, COMPUTES, crowd), "beside": partial(once, "beside", crowd, True)}
-    else:
-        contenders["beside"] = partial(once, "beside", options.attacker)
+    contenders = {
+        "alone": partial(once, "alone"), COMPUTES: partial(once, COMPUTES, program),
+        "beside": partial(once, "beside", program, speaks=True),
+    }  # fmt: skip
     rounds(contenders, options.rounds)
     yield from figures(runs)
 
@@ -146,8 +148,8 @@ def compared(what: str, share: float, runs: Mapping[str, list[Run]], against: st
 
 
 # -- one run
-def played(folder: Path, count: int, seconds: float, program: Path | None, is_page: bool) -> Run:
-    """Play a run of `count` actors to its end. program: the neighbour. is_page: whether it looks at the run's page."""
+def played(folder: Path, count: int, seconds: float, neighbour: Sequence[Path], speaks: bool) -> Run:
+    """Play a run of `count` actors to its end. neighbour: the program, if any. speaks: to the run, or only computes."""
     names, keys, truths = [f"a{number}" for number in range(count)], folder / "keys", folder / "truths"
     attacks = folder / "attacks"
     truths.mkdir(parents=True)
@@ -157,8 +159,8 @@ def played(folder: Path, count: int, seconds: float, program: Path | None, is_pa
     with Programs(folder) as programs:
         address = f"tcp://127.0.0.1:{programs.ports[0]}"
         words = [*WORDS, f'plan.phases.practise.until=["wall_s >= {seconds}"]', f"keys={keys}"]
-        given: list[Any] = [address, keys / f"{HERS}.key", truths] if program != Path(browsers.__file__) else []
-        if is_page:
+        given: list[Any] = [address, keys / f"{HERS}.key", truths] if speaks else []
+        if is_page := speaks and Path(browsers.__file__) in neighbour:
             programs.run_dir.mkdir()
             given = [free_port(), Tokens(programs.run_dir / "page.tokens").make("operator")]
             words += [f"page={given[0]}"]
@@ -167,8 +169,8 @@ def played(folder: Path, count: int, seconds: float, program: Path | None, is_pa
         with Group(act, parts) as actors, open(attacks, "w") as told:
             actors.heard()  # each has played an episode
             began, end = time.monotonic(), time.monotonic() + seconds + ENDS_S
-            command = [sys.executable, "-P", *map(str, (program, *given))]
-            hers = processes.start(command, told, preexec_fn=pinned) if program else None
+            command = [sys.executable, "-P", *map(str, (*neighbour, *given))]
+            hers = processes.start(command, told, preexec_fn=pinned) if neighbour else None
             peak, seen = defaultdict[str, float](float), defaultdict[str, set[int]](set)
             for turn in itertools.count():
                 if learner.poll() is not None or time.monotonic() > end:

@@ -1,5 +1,6 @@
 """Tries everything that one valid key of an actor opens, by turns, until it is killed. A program: ADDRESS KEY TRUTHS,
 where TRUTHS is the folder of what honest actors note of their work, so that it knows their sessions and episodes.
+Without them it only computes.
 
 It keeps to some sessions, so that the limit of a key's names does not end its work. Each turn is a line: what it tried,
 and how often.
@@ -25,6 +26,7 @@ from serl_client.episode import LostRecord, QueuedRecord, Segment
 from serl_client.errors import TrainerError
 from serl_client.keys import Key
 
+from tests.faults.computing import compute
 from tests.faults.fuzzing import hostile
 from tests.faults.fuzzing.mutations import BOMBS, CORPUS, spoiled_frames
 from tests.faults.insider import HOSTILE, LENGTH
@@ -349,5 +351,7 @@ class Attacker:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        compute()
     for kind, times in Attacker(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), Random(0)).run():
         print(f"{kind}: {times}", flush=True)

@@ -12,13 +12,13 @@ import asyncio
 import itertools
 import json
 import sys
-import time
 from contextlib import suppress
 
 from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 
 from serl_launcher.supervisor import give_way
+from tests.faults.computing import compute
 from tests.faults.proxy import Proxy
 
 MANY = 20
@@ -63,14 +63,6 @@ class Crowd:
                     await asyncio.sleep(1)
                     if self.answers > before:
                         print(self.answers - before, flush=True)
-
-
-def compute() -> None:
-    while True:
-        end = time.monotonic() + 1
-        while time.monotonic() < end:
-            pass
-        print(0, flush=True)
 
 
 if __name__ == "__main__":
