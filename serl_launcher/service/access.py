@@ -268,7 +268,8 @@ class AccessControl:
 
     def is_ignored(self, identity: bytes) -> bool:
         """Whether nothing more of this connection is looked at."""
-        return (peer := self._peers.get(identity)) is not None and peer.ignored
+        is_known = (peer := self._peers.get(identity)) is not None and peer.ignored
+        return is_known or self.connections.is_dropped(identity)
 
     def cut(self, identity: zmq.Frame, reason: str, text: str) -> None:
         """End the connection on which a message came, and look at nothing more of it."""

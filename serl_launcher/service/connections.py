@@ -29,12 +29,12 @@ from serl_launcher.service.places import Places
 
 CONNECTIONS = 256  # of guests at once, and of strangers
 WINDOW = 16 << 20  # bytes on the way of an actor
-LEAST_WINDOW = 128 << 10  # a larger record goes alone
-GUEST_BYTES = 3 * WINDOW  # unread, of a key; more where the run's records are so large that one would not fit
+LEAST_WINDOW = 64 << 10  # a larger record goes alone
+GUEST_BYTES = 5 * WINDOW // 2  # unread, of a key; more where the run's records are so large that one would not fit
 STRANGER_BYTES = 4 << 20  # unread, of all connections of an address that are no guests: a Hello has at most 1 MiB
 UNHEARD_BYTES = 6 << 20  # sent and not received, for a connection: four parts of weights, a status and a Welcome
-SENT = 8  # times that, for all connections of a key: twelve actors that pull weights at once
-TRIM_BYTES = 64 << 20  # that came and went, after which libc gives back what it keeps of their memory
+SENT = 4  # times that, for all connections of a key: six actors that pull weights at once; others ask again
+TRIM_BYTES = 32 << 20  # that came and went, after which libc gives back what it keeps of their memory
 LOOK_S = 0.02  # between two looks at what has come, at least; and LOOKS times as long as the last one took
 LOOKS = 50
 FRAME_BYTES = 128  # more than a frame has on the wire beside its data; heartbeats are counted by nothing else
@@ -85,6 +85,7 @@ class Connections:
         self._new: dict[int, int] = {}  # {descriptor: number} of those that were accepted since, and not handled either
         self._broken = 0  # how the connection that ends next has broken the protocol in its handshake
         self._failed = Counter[tuple[int, str]]()  # {(how, who): times} of handshakes that broke it, to be told
+        self._dropped: dict[bytes, None] = {}  # routing ids of guests that were cut: the rest of theirs is not heard
         self._cuts: dict[str, str] = {}  # {key, or address: why a connection of that guest was cut}, until it is told
         self.has_lost = False  # a connection has ended since this was made false
         self._look_due, self._passed = 0.0, 0  # bytes since the memory was given back
@@ -128,6 +129,10 @@ class Connections:
             self._passed += size
             held.identity = identity.bytes
             self._descriptors[held.identity] = descriptor
+
+    def is_dropped(self, identity: bytes) -> bool:
+        """Whether this was a guest's connection that was cut: what it had brought need not be kept."""
+        return identity in self._dropped
 
     def has_room(self, identity: bytes, size: int) -> bool:
         """Whether so many bytes may be sent to the connection beside what all those of its key have not received:
@@ -209,7 +214,8 @@ class Connections:
             self._refuse("bad handshake", f"{client} broke the protocol ({broken:#x})", times)
 
     def _look(self) -> None:
-        """Cut the connection that has brought most, where a guest's key or a stranger's address brings too much."""
+        """Cut those that have brought most, where a guest's key or a stranger's address brings too much, until the rest
+        has brought half of what it may: many bring much more while one after the other is cut."""
         unread: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
         of_guest = max(GUEST_BYTES, self.largest + wire.MAX_HEADER + WINDOW)
         for descriptor, key in self.places.guests.items():
@@ -219,9 +225,13 @@ class Connections:
             unread[address, STRANGER_BYTES][descriptor] = self._unread(descriptor)
         queued = self.queued()
         for (group, most), amounts in unread.items():
-            if sum(amounts.values()) + queued.get(group, 0) > most:
-                worst = max(amounts, key=amounts.__getitem__)
-                self._cut(worst, "too much unread", f"more than {most >> 20} MiB of {group}")
+            left = sum(amounts.values()) + queued.get(group, 0)
+            if left > most:
+                for worst in sorted(amounts, key=amounts.__getitem__, reverse=True):
+                    self._cut(worst, "too much unread", f"more than {most >> 20} MiB of {group}")
+                    left -= amounts[worst]
+                    if left <= most / 2:
+                        break
 
     def _unread(self, descriptor: int) -> int:
         """Return how many bytes a connection has brought that were not taken out of the socket."""
@@ -251,6 +261,10 @@ class Connections:
         """Shut a connection down that libzmq has accepted: it knows no limit of its own."""
         self._refuse(reason, text)
         if key := self.places.guests.get(descriptor):
+            if (held := self._held.get(descriptor)) is not None and held.identity is not None:
+                self._dropped[held.identity] = None
+                while len(self._dropped) > CONNECTIONS:
+                    del self._dropped[next(iter(self._dropped))]
             self._cuts[key] = f"the connection before was cut, {reason}: {text}; give each robot a key of its own"
         self.places.leave(descriptor)
         self._passed += TRIM_BYTES if key else STRANGER_BYTES  # perhaps, or more

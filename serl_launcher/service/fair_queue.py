@@ -96,6 +96,8 @@ class FairQueue:
             return False
         account = min(ready, key=self._access.spent)
         identity, *frames = self._lines[account].waiting.popleft()
+        if self._access.is_ignored(identity.bytes):  # it was cut since
+            return True
         begin = time.thread_time()
         handle(self._access.socket, identity, [frame.buffer for frame in frames])
         self._access.spend(account, time.thread_time() - begin)
