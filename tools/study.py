@@ -12,11 +12,11 @@ import argparse
 import inspect
 from pathlib import Path
 
-from tools.studies import act, clones, curves, hiors, improve, models, reward, served
+from tools.studies import act, clones, curves, effort, hiors, improve, models, reward, served
 from tools.studies.cells import Study, lines
 from tools.studies.runs import ROOT
 
-MODULES = (act, clones, curves, hiors, improve, models, reward, served)
+MODULES = (act, clones, curves, effort, hiors, improve, models, reward, served)
 STUDIES: dict[str, Study] = {name: study for module in MODULES for name, study in module.STUDIES.items()}
 
 

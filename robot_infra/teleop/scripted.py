@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from serl_client.errors import ConfigError
@@ -12,11 +13,11 @@ class Scripted:
     """Drives every step with the action of `intent`; a Teleop.
 
     intent: returns the action [A] for the scene as it is; it is clipped to [-1, 1].
-    noise: standard deviation of Gaussian noise on each entry, which spreads demonstrations around the best way.
+    noise: standard deviation of Gaussian noise on each entry, or [A], which spreads demonstrations around the best way.
     space: of its actions.
     """
 
-    def __init__(self, intent: Callable[[], Array], *, noise: float, space: str = "ee_delta") -> None:
+    def __init__(self, intent: Callable[[], Array], *, noise: float | Array, space: str = "ee_delta") -> None:
         self._intent, self._noise, self.space = intent, noise, space
         self.reset(0)
 
@@ -35,14 +36,14 @@ class Rescuer(Scripted):
     """Takes over where the policy is stuck, and hands back once the task makes progress again.
 
     While it demonstrates, the script drives every step.
-    remaining: returns how much of the task is left, metres.
-    margin: a step makes progress if it lowers the least `remaining` so far by more than this, metres.
+    remaining: returns how much of the task is left, in metres or any other unit.
+    margin: a step makes progress if it lowers the least `remaining` so far by more than this, in that unit.
     takeover_after: steps in succession without progress, after which the script drives.
     handback_after: steps with progress, after which the policy drives again. Raises ConfigError if either is below 1.
     """
 
     def __init__(
-        self, intent: Callable[[], Array], remaining: Callable[[], float], *, noise: float, margin: float,
+        self, intent: Callable[[], Array], remaining: Callable[[], float], *, noise: float | Array, margin: float,
         takeover_after: int, handback_after: int, space: str = "ee_delta",
     ) -> None:  # fmt: skip
         if takeover_after < 1 or handback_after < 1:
@@ -78,3 +79,25 @@ class Rescuer(Scripted):
         if self._steps >= (self._handback_after if self._drives else self._takeover_after):
             self._drives, self._steps = not self._drives, 0
             self._least = remaining  # progress of the new driver counts from here
+
+
+class Mover(Rescuer):
+    """Moves a hand with the action [4] of `move`: x, y, z in [-1, 1], and the gripper, which has no noise.
+
+    As people differ, each episode has a speed of its own, drawn between the share `slowest` and all of the script's.
+    """
+
+    def __init__(
+        self, move: Callable[[], Array], remaining: Callable[[], float], *, noise: float, slowest: float, **options: Any
+    ) -> None:
+        self._slowest = slowest
+
+        def intent() -> Array:
+            action = np.clip(move(), -1, 1)
+            return np.append(action[:3] * self._speed, action[3])
+
+        super().__init__(intent, remaining, noise=np.array([noise, noise, noise, 0]), **options)
+
+    def reset(self, seed: int, *, demonstrate: bool = True) -> None:
+        super().reset(seed, demonstrate=demonstrate)
+        self._speed = self._random.uniform(self._slowest, 1)

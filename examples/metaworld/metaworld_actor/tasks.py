@@ -17,12 +17,16 @@ class Task(gymnasium.Env[Array, Array]):
     task: a name of Meta-World 3, such as door-close-v3. The goal can be seen, and each reset draws goal and objects
     anew, from its seed alone.
     steps: of an episode, in actions; then it is truncated. Success at its last step counts.
+    ends: an episode ends with its first success.
+
+    `name` is that of the task, `seen` what was observed last, and `reward` what the last simulator step gave.
 
     Raises ConfigError for a task that Meta-World does not have, and without Meta-World.
     """
 
-    def __init__(self, task: str, *, repeat: int, steps: int) -> None:
+    def __init__(self, task: str, *, repeat: int, steps: int, ends: bool = False) -> None:
         self._world, self._repeat, self._steps, self._done = _made(task), repeat, steps, 0
+        self.name, self._ends = task, ends
         seconds = repeat * self._world.dt
         self.metadata = {"render_fps": 1 / seconds}
         self.observation_space, self.action_space = self._world.observation_space, self._world.action_space
@@ -32,17 +36,20 @@ class Task(gymnasium.Env[Array, Array]):
         super().reset(seed=seed)
         if seed is not None:
             self._world.seed(seed)
-        self._done = 0
-        return self._world.reset()[0], {}
+        self._done, self.reward = 0, 0.0
+        self.seen = self._world.reset()[0]
+        return self.seen, {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        observation, total, _, is_over, info = self._world.step(action)
-        for _ in range(1, self._repeat):
-            if not is_over:
-                observation, reward, _, is_over, info = self._world.step(action)
-                total += reward
+        total, success = 0.0, False
+        for _ in range(self._repeat):
+            self.seen, self.reward, _, is_over, info = self._world.step(action)
+            total, success = total + self.reward, bool(info["success"])
+            if is_over or (self._ends and success):
+                break
         self._done += 1
-        return observation, total, False, is_over or self._done >= self._steps, {"success": bool(info["success"])}
+        is_over = is_over or self._done >= self._steps
+        return self.seen, total, self._ends and success, is_over, {"success": success}
 
     def close(self) -> None:
         self._world.close()

@@ -1,0 +1,1 @@
+../experiments/sim_arm/start_tmux.sh
