@@ -393,8 +393,8 @@ class Learner:
         waits_for = self._waits_for()
         left = self._forecast.look(self.state, self._progress(), waits_for)
         self.monitor.show(
-            phase, updates=self.state.updates, refused=self._tracer.look(self.state.updates),
-            mode=self.director.body.get("mode"), wall_s=self.wall_s, waits_for=waits_for, left=left,
-            version=self.publisher.version.get("version", 0), actors=str(self.server.presence),
+            phase, updates=self.state.updates, refused=self._tracer.look(self.state.updates), wall_s=self.wall_s,
+            mode=self.director.body.get("mode"), waits_for=waits_for, left=left, actors=str(self.server.presence),
+            version=self.publisher.version.get("version", 0), evaluations=self.evaluations,
         )  # fmt: skip
         return {"waits_for": waits_for[:LONGEST], "left": left}

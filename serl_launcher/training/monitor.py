@@ -14,12 +14,13 @@ from serl_launcher.training.machine import machines_of
 from serl_launcher.training.metrics import MetricsLog
 from serl_launcher.training.plan import Phase
 from serl_launcher.training.ranks import Ranks
-from serl_launcher.training.tallies import RECENT, succeeded, tally
+from serl_launcher.training.tallies import RECENT, Share, succeeded, tally
 from serl_launcher.training.writers import Patience
 
 log = logging.getLogger(__name__)
 
 METRICS_S, MACHINES_S = 1.0, 10.0
+FALLEN = 50  # episodes of practice that are compared with the policy before it
 CLIPPED = 0.01  # share of critic targets outside of their range from which a warning is logged
 
 
@@ -35,6 +36,7 @@ class Monitor:
         self._rate: tuple[float, int] | None = None  # when, and how many updates there were; None: not shown yet
         self._next = self._next_machines = 0.0
         self._is_clipping_told = False
+        self._fallen = set[str]()  # phases of which was said that they do worse than the policy before
 
     def add(self, metrics: Mapping[str, torch.Tensor]) -> None:
         """Keep the metrics of an update until they are shown."""
@@ -78,9 +80,11 @@ class Monitor:
 
     def show(
         self, phase: Phase | None, *, updates: int, refused: int, mode: Any, wall_s: float, waits_for: str,
-        left: str, version: int, actors: str,
+        left: str, version: int, actors: str, evaluations: Mapping[str, Mapping[str, Any]],
     ) -> None:  # fmt: skip
-        """Write the newest metrics, if there were updates since the last call, and show the console's lines."""
+        """Write the newest metrics, if there were updates since the last call, and show the console's lines.
+
+        evaluations: those of the run so far, the first of them first."""
         now = clock.monotonic()
         is_first, (then, before) = self._rate is None, self._rate or (now, updates)
         rate = (updates - before) / max(now - then, 1e-9)
@@ -91,6 +95,8 @@ class Monitor:
             values |= {"refused": refused} if refused else {}
             self._warn_of_clipping(values.get("targets_outside", 0.0))
             self.write("update", updates, values | ({"rate": round(rate, 1)} if rate else {}))
+        if phase is not None and phase.actors.mode == "collect" and phase.updates:
+            self._warn_of_harm(phase.name, next(iter(evaluations.values()), {}))
         name = phase.name if phase else "end"
         recent = tally(self._counters.recent(name, RECENT))
         self.console.show({
@@ -105,6 +111,20 @@ class Monitor:
             "weights": f"version {version}",
             "actors": actors,
         })  # fmt: skip
+
+    def _warn_of_harm(self, phase: str, first: Mapping[str, Any]) -> None:
+        """Say once in a phase if its policy succeeds less than at the run's first evaluation, beyond chance: the 95 %
+        intervals do not touch. Episodes with a person's help count on neither side."""
+        before = Share(first.get("successes") or 0, first.get("episodes", 0))
+        newest = self._counters.recent(phase, FALLEN)
+        alone = tally(newest).alone
+        if len(newest) == FALLEN and alone.interval[1] < before.interval[0] and phase not in self._fallen:
+            self._fallen.add(phase)
+            log.warning(
+                "%s does harm so far: without help its newest episodes succeed in %s, and at the first evaluation it "
+                "was %s. Stop it with tools/plan.py stop, and begin another run with more demonstrations, or with "
+                "plan=hiors, which imitates what has succeeded (docs/policies.md)", phase, alone, before,
+            )  # fmt: skip
 
     def _warn_of_clipping(self, share: float) -> None:
         """Say once if the critics cannot represent the returns that there are."""

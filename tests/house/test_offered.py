@@ -189,7 +189,7 @@ def needs(words: list[str]) -> None:
         (name for name in suites if f"task={name}" in said and not importlib.util.find_spec(suites[name])), ""
     ):
         pytest.skip(f"needs the extra `{own}`")
-    if own := re.search(r"task=(robomimic|dmc|metaworld)", said):
+    if own := re.search(r"task=(robomimic|dmc|metaworld|so101_sim)", said):
         pytest.skip(f"examples/{own[1]} has a Python environment of its own")
     if re.search(r"pixels|cameras=true", said) and not gl.backend():
         pytest.skip("needs OpenGL: apt-get install libegl1 libosmesa6")

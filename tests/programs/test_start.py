@@ -128,6 +128,6 @@ def test_a_learners_console_says_no_rate_before_it_has_measured_one(clock):
     monitor = Monitor(SimpleNamespace(), console, counters, SimpleNamespace(), SimpleNamespace())
     for updates in (8000, 8000, 8030):
         words = {"refused": 0, "mode": "idle", "wall_s": 0.0, "waits_for": "", "left": "", "version": 1, "actors": ""}
-        monitor.show(None, updates=updates, **words)
+        monitor.show(None, updates=updates, evaluations={}, **words)
         clock.advance(3.0)
     assert shown == ["8000", "8000", "8030, 10/s"], "those of before a resume count in no rate"

@@ -14,7 +14,7 @@ from tests.shared.here import start
 from tests.shared.models import CONFIG
 from tests.shared.tools import called
 from tools.compare import trials
-from tools.studies import act, curves, improve, runs, served
+from tools.studies import act, curves, effort, improve, runs, served
 from tools.studies.cells import Cells, one_draw
 from tools.study import STUDIES
 
@@ -42,7 +42,7 @@ def finished(name, out):
 def here(monkeypatch, one_thread, same_loggers):
     """Runs have no processes; those of the study of heads have."""
 
-    def run(folder, *words, task="sim_arm", actor=()):
+    def run(folder, *words, task="sim_arm", actor=(), example=""):
         start(folder, [f"task={task}", "log=false", *words, *actor])
         (folder / "server").unlink(missing_ok=True)  # its socket cannot be copied
 
@@ -191,6 +191,22 @@ def test_a_study_with_cameras_runs_the_product(name, ways, numbers, tmp_path):
     said, cells = measured(tmp_path, name, "--seeds", 5, "--ways", *ways, *numbers.split(), small=small)
     assert [line.split(" | ")[0] for line in said[-len(ways) :]] == [f"| {way}" for way in ways]
     assert len({cell["draw"] for cell in cells}) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("here")
+def test_the_study_of_effort_gives_each_way_as_many_human_rows_and_updates(tmp_path, monkeypatch):
+    monkeypatch.setitem(effort.TASKS, "so101", ("", ["task=sim_arm"]))  # the real one has a Python of its own
+    words = ["effort", "--seeds", 5, "--demonstrations", 2, "--cloned", 3, "--rows", 20, 60, "--updates", 150]
+    said, cells = measured(tmp_path, *words)
+    assert [cell["way"] for cell in cells] == list(effort.WAYS)
+    assert {cell["all_updates"] for cell in cells} == {3 + 2 * 150}
+    assert len({cell["draw"] for cell in cells}) == 1
+    for cell in cells:
+        assert len(cell["successes"]) == 3
+        assert 60 <= cell["human_rows"][-1] < 200
+        assert (cell["env_steps"] == 0) == (cell["way"] == effort.MORE)
+    assert all(any(line.startswith(f"| {way} |") for line in said) for way in effort.WAYS)
 
 
 @pytest.mark.nightly
