@@ -41,7 +41,7 @@ class Task(gymnasium.Env[Array, Array]):
         return self.seen, {}
 
     def step(self, action: Array) -> tuple[Array, float, bool, bool, dict[str, Any]]:
-        total, success = 0.0, False
+        total, success, is_over = 0.0, False, False
         for _ in range(self._repeat):
             self.seen, self.reward, _, is_over, info = self._world.step(action)
             total, success = total + self.reward, bool(info["success"])

@@ -9,11 +9,13 @@ from serl_client.spec import Array
 from robot_infra.teleop.scripted import Mover
 
 MARGIN = 0.002  # metres by which a step makes progress
+HELD = 0.01  # metres above the table from which the block is in the hand
 
 
 class Expert(Mover):
     """Drives SO101PickPlace with the script, which goes from phase to phase, and never back. So it begins anew with
-    each takeover, and where it is done without success: above the block, which may have moved.
+    each takeover, and where it is done without success: above the block, which may have moved, or, where that is in the
+    air, by lifting it further.
 
     What is left of the task is the way from the hand to the block, and from there to the goal.
     task: of gymnasium; the gripper's entry of its actions is from 0, closed, to 1. options: of Mover.
@@ -38,6 +40,8 @@ class Expert(Mover):
     def _begin(self) -> None:
         self._script.reset()
         self._script._table_z = self._scene._block_z  # else the block's height of now, which may be in the air
+        if self._block[2] > self._scene._block_z + HELD:
+            self._script._phase = type(self._script.phase).LIFT
 
     def _move(self) -> Array:
         if self._script.done:
