@@ -130,6 +130,7 @@ def test_lerobots_policy_server_loads_what_is_saved_and_answers_the_same_chunk(k
     }
     told = pickle.dumps(helpers.TimedObservation(timestamp=0.0, timestep=0, observation=raw, must_go=True))
     stub.SendObservations(utils.send_bytes_in_chunks(told, words.Observation))
+    # its protocol is pickle, on loopback from a program that this test has started
     answer = pickle.loads(stub.GetActions(words.Empty(), timeout=60).data)
     there = torch.stack([action.get_action() for action in answer])
     torch.testing.assert_close(chunk, there.clamp(-3, 3), atol=1e-5, rtol=1e-5)

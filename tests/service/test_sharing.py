@@ -4,7 +4,7 @@ import pytest
 import zmq
 from serl_client import messages as m
 
-from serl_launcher.service import access, fair_queue, intake
+from serl_launcher.service import access, connections, fair_queue, intake
 from serl_launcher.service.connections import GUEST_BYTES, LEAST_WINDOW, SENT, UNHEARD_BYTES, WINDOW, Connections, _Held
 from serl_launcher.service.peers import KeyOwner
 from tests.shared.data import make_segment
@@ -105,6 +105,22 @@ def test_a_key_brings_no_more_by_many_connections_than_by_one(turns, monkeypatch
     watched._look()
     assert cut == [9, 6, 5, 4, 3]
     watched.places.guests.clear()
+
+
+def test_what_a_connection_had_brought_that_was_cut_is_not_handled(turns, monkeypatch):
+    def ended(_):
+        raise OSError("its descriptor is of nobody here")
+
+    monkeypatch.setattr(connections, "_borrowed", ended)
+    watched, queue, heard = turns.server.access.connections, turns.server.queue, []
+    watched.places.guests[7], watched._held[7] = "arm", _Held(1, identity=b"cut")
+    queue._lines["arm"] = line = fair_queue._Line()
+    line.waiting.extend([[zmq.Frame(b"cut")], [zmq.Frame(b"another of the key")]])
+    watched._cut(7, "too much unread", "more than it may")
+    while queue.serve(lambda _, identity, frames: heard.append(identity.bytes)):
+        pass
+    assert heard == [b"another of the key"]
+    watched._held.clear()
 
 
 def test_what_was_taken_out_of_the_socket_and_waits_is_counted_with_what_was_not(turns, monkeypatch):
