@@ -82,9 +82,11 @@ class Rescuer(Scripted):
 
 
 class Mover(Rescuer):
-    """Moves a hand with the action [4] of `move`: x, y, z in [-1, 1], and the gripper, which has no noise.
+    """Moves a hand with the action [4] of `move`: x, y, z, and the gripper, which has no noise.
 
-    As people differ, each episode has a speed of its own, drawn between the share `slowest` and all of the script's.
+    As people differ, each episode has a speed of its own, drawn between the share `slowest` and all of the script's. It
+    multiplies x, y and z before they are clipped to [-1, 1]: who is slow goes as fast as anyone where the way is long,
+    and comes closer more slowly.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Mover(Rescuer):
         self._slowest = slowest
 
         def intent() -> Array:
-            action = np.clip(move(), -1, 1)
+            action = move()
             return np.append(action[:3] * self._speed, action[3])
 
         super().__init__(intent, remaining, noise=np.array([noise, noise, noise, 0]), **options)

@@ -40,7 +40,7 @@ TASKS = {  # name: (the example whose Python its actor has, the words of the tas
 def effort(cell: Namespace) -> Mapping[str, Any]:
     """Is a correction worth more than a demonstration of as many rows? (docs/hiors.md)
 
-    A draw is a seed with its own --demonstrations by the script of a --task, and a clone of the successful ones after
+    A draw is a seed with its own --demonstrations that succeeded, by the script of a --task, and their clone after
     --cloned updates. Draws whose clone succeeds in 10 to 70 % are gone on with. From a copy of it each way goes on: for
     each number of --rows the script drives until there are as many more human rows, whatever became of their episodes;
     then there are --updates more, those of practice among them, and an evaluation on --starts distinct starts.
@@ -71,7 +71,9 @@ def effort(cell: Namespace) -> Mapping[str, Any]:
 def cloned(cell: Namespace) -> Path:
     """Return the run that has cloned the demonstrations, and was evaluated."""
     example, task = TASKS[cell.task]
-    begun = runs.demonstrations(cell.folder / "demonstrations", cell.seed, cell.demonstrations, *task, example=example)
+    enough = f'plan.phases.demonstrate.until=["good.episodes >= {cell.demonstrations}"]'
+    begun = cell.folder / "demonstrations"
+    runs.finished(begun, "plan=collect", f"seed={cell.seed}", GOOD, enough, *task, *cell.words, example=example)
     fit = ", on_begin: [{fit_normalizer: good}]"
     body = runs.training(f"updates >= {cell.cloned}", "{good: 1.0}", "[update]", fit)
     phases = [GOOD, *runs.without("clone", "evaluate"), *runs.turns([body], cell.starts, CLONE)]
