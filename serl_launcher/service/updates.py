@@ -33,6 +33,7 @@ class StateUpdates:
         self.allowance: tuple[int, int | None] = (0, 0)  # (directive, steps)
         self.is_directed = False  # this learner has given a directive
         self.missing: dict[str, float] = {}  # actor -> when it was last seen
+        self._paced: dict[int, int] = {}  # {directive: actors with a limit that it is for}, as counted in this turn
         self._heard: dict[str, float] = {}  # session of an open episode -> when its actor last spoke
         self._next, self._started = 0.0, clock.monotonic()
         self._found = keeper.store.directives.newest if keeper.store else 0  # the directive of before this start
@@ -40,27 +41,36 @@ class StateUpdates:
     def send(self) -> None:
         """Tell each client what it does not know, or everything if a second is over."""
         now = clock.monotonic()
+        self._paced.clear()
         due = now >= self._next
         if due:
             self._next = now + UPDATE_S
             self.forget(now)
             self.deal()
             self.cut_silent(now)
+        state = self.shared()
         for peer in self._peers.values():
-            update = self.of(peer)
+            update = self._of(peer, *state)
             if due or update != peer.updated:
                 peer.updated = update
                 peer.send(update)
 
     def of(self, peer: Peer) -> m.StateUpdate:
         """Return what is valid for this client now."""
-        directive, weights = self.shared()
+        return self._of(peer, *self.shared())
+
+    def _of(self, peer: Peer, directive: dict[str, Any], weights: dict[str, Any]) -> m.StateUpdate:
         if because := self._because(directive, peer):
             mode = directive["mode"] if self._is_for(directive["number"], peer) else "idle"
             directive = {**directive, "mode": mode, "because": because}
         return m.StateUpdate(
             directive, weights, self.step_limit(peer), self._keeper.degraded or peer.waits_for or peer.was_cut
         )
+
+    def came(self, peer: Peer) -> None:
+        """Count a client that has just become one of the peers."""
+        self.missing.pop(peer.hello.actor, None)
+        self._paced.clear()
 
     def deal(self) -> None:
         """Let those who are here run an evaluation that is for nobody of them: who was to run it has left.
@@ -143,7 +153,9 @@ class StateUpdates:
         if directive != number or steps is None:
             return made  # the learner has not said yet how far we may go
         left = max(0, steps - store.phase_steps.get(store.directives[number]["phase"], 0))
-        paced = sum(other.hello.paced and self._is_for(number, other) for other in self._peers.values())
+        if (paced := self._paced.get(number)) is None:
+            paced = sum(other.hello.paced and self._is_for(number, other) for other in self._peers.values())
+            self._paced[number] = paced
         return made + -(-left // max(1, paced))
 
     def forget(self, now: float) -> None:

@@ -69,7 +69,7 @@ class Welcomes:
         peer = self._peers[address] = Peer(
             *address, replace(hello, spec=None), owner, clock.monotonic(), was_cut=was_cut
         )
-        self._updates.missing.pop(hello.actor, None)
+        self._updates.came(peer)
         if hello.role == "actor" and self._keeper.ready.staged:
             self._waiting.append((peer, request))
             return None

@@ -187,3 +187,22 @@ def test_what_is_sent_to_a_key_and_not_received_is_counted_for_all_its_connectio
     assert (watched.has_room(b"1", 10), watched.has_room(b"1", 11)) == (True, False)
     watched.places.guests.clear()
     watched._held.clear()
+
+
+def test_many_actors_with_a_limit_do_not_count_each_other_for_each_of_them(turns, monkeypatch):
+    number = turns.store.direct({"into": "online", "phase": "practise", "mode": "collect", "paced": True})
+    turns.server.updates.allowance = (number, 1000)
+    asked, is_for = [], turns.store.directives.is_for
+    monkeypatch.setattr(turns.store.directives, "is_for", lambda *who: asked.append(1) or is_for(*who))
+
+    def shares(count):
+        for client in range(count):
+            turns.hello(client, paced=True)
+        turns.server.welcomes.send()
+        asked.clear()
+        turns.server.updates.send()
+        assert count <= len(asked) <= 3 * count
+        return {peer.updated.step_limit for peer in turns.server.peers.values()}
+
+    assert shares(50) == {20}
+    assert shares(100) == {10}
