@@ -15,7 +15,7 @@ from tests.shared.models import CONFIG
 from tests.shared.tools import called
 from tools.compare import trials
 from tools.studies import act, curves, effort, improve, runs, served
-from tools.studies.cells import Cells, one_draw
+from tools.studies.cells import Cells, age, one_draw
 from tools.study import STUDIES
 
 PAGES = {
@@ -65,7 +65,7 @@ def test_a_study_goes_on_at_its_first_missing_cell_and_another_setting_is_anothe
     assert cells.get({**keys[0], "starts": 10}, measure)["successes"] == 4
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert lines == cells.all
-    assert all(line["commit"] for line in lines)
+    assert all(line["commit"] and line["date"] for line in lines)
     assert len({line["digest"] for line in lines}) == 5
 
 
@@ -90,8 +90,22 @@ def test_a_page_has_every_number_of_its_studies_tables(page, tmp_path):
             assert shares
             assert " | ".join(counts) in text
             assert all(share in text for share in shares)
+        (age,) = [line for line in finished(name, tmp_path).splitlines() if line.startswith("Measured ")]
+        assert age in text
     if page == "hiors":
         assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_each_cell_says_when_and_by_what_code_it_was_measured_or_that_this_is_lost():
+    """The report says so, too, and the pages have each line of it."""
+    files = sorted((ROOT / "docs/studies").glob("*.jsonl"))
+    cells = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert len(cells) > 100
+    assert all(len(cell["date"]) == 10 and ("digest" in cell or cell["history"] == "lost") for cell in cells)
+    assert age([{"date": "2026-11-02"}]) == "Measured 2026-11-02."
+    assert age([{"date": "2026-11-02", "history": "lost"}, {"date": "2026-10-30"}]) == (
+        "Measured 2026-10-30 to 2026-11-02. History lost: nobody can look up the code that measured 1 of 2 cells."
+    )
 
 
 def cell(starts, **said):

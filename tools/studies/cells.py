@@ -10,6 +10,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,8 @@ class Cells:
         if cell := self.found(key):
             return cell
         began, used = time.monotonic(), cpu_s()
-        made = {**key, "commit": git("rev-parse", "--short", "HEAD").strip(), "digest": digest(key)}
+        commit = git("rev-parse", "--short", "HEAD").strip()
+        made = {**key, "commit": commit, "date": f"{date.today()}", "digest": digest(key)}
         cell = {**made, **measure(), "wall_s": round(time.monotonic() - began), "cpu_s": round(cpu_s() - used)}
         self.all.append(cell)
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -117,6 +119,7 @@ def lines(study: Study, options: Namespace) -> Iterator[str]:
     """Measure what is missing, unless only `finished` cells are wanted, then yield the lines of the report."""
     first = next(iter(study.ways)) if study.goes_on else ""
     rows = measured(study, options, first)
+    told = age([cell for cells in rows.values() for cell in cells])
     for seed in seeds_of(rows):
         one_draw(seed, rows)
     begun = {cell["seed"]: last(cell) for cell in rows.pop(first)} if study.goes_on else {}
@@ -130,9 +133,21 @@ def lines(study: Study, options: Namespace) -> Iterator[str]:
         rows = {title: [{**cell, "successes": cell[name]} for cell in cells] for name, title in study.parts.items()}
     rows = {way: cells for way, cells in rows.items() if cells}
     yield from table(study, rows, options)
+    yield told
     if left := {seed: count for seed, count in begun.items() if seed not in seeds_of(rows)}:
         yield f"seeds that were not gone on with, and the successes of their {first}: {left}"
     yield from study.notes(rows, options)
+
+
+def age(cells: Sequence[Cell]) -> str:
+    """Say when cells were measured, and of how many nobody can look up the code: without a digest, of a lost commit."""
+    if not cells:
+        return "Nothing is measured yet."
+    days = sorted({cell["date"] for cell in cells})
+    when = f"Measured {days[0]}" + f" to {days[-1]}" * bool(days[1:]) + "."
+    if lost := sum(cell.get("history") == "lost" for cell in cells):
+        when += f" History lost: nobody can look up the code that measured {lost} of {len(cells)} cells."
+    return when
 
 
 def measured(study: Study, options: Namespace, first: str) -> dict[str, list[Cell]]:
