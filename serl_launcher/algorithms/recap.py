@@ -1,10 +1,10 @@
 """RECAP (Physical Intelligence 2025, arXiv 2511.14759): imitation conditioned on the advantage; constants are RLinf's.
 
 Every row is imitated, failures too, but the policy is told which rows were good, and acts as if all were. With the
-reward -1 for each step and `failure` at the end of a failed episode, divided by |lowest| and clipped to [-1, 0],
-    (1) R_t = (-remaining_t + failure [episode failed]) / |lowest|,
+reward -1 for each step and `failure` at the end of a failed episode, divided by |worst|, the lowest such return so far,
+    (1) R_t = (-remaining_t + failure [episode failed]) / |worst|, in [-1, 0],
     (2) V(s_t) is a distribution over R_t, and its mean the value,
-    (3) A_t = -n / |lowest| + V(s_{t+n}) - V(s_t) over n = 10 steps; R_t - V(s_t) where the episode ends before.
+    (3) A_t = -n / |worst| + V(s_{t+n}) - V(s_t) over n = 10 steps; R_t - V(s_t) where the episode ends before.
 A row is positive if its advantage is above that of the others but a `share` of them, or if a person drove it. Positive
 rows are imitated with the condition, but a part of them, `dropped`, and all others without it. What acts has the
 condition, and may go beyond it: classifier-free guidance, (2) of policies/guidance.py. Before there are advantages, as
@@ -14,7 +14,6 @@ The condition is added to the task's words for PI0, and an input of other polici
 `update_advantage` computes (3) into a derived column, and `update_policy` imitates.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,8 +35,6 @@ from serl_launcher.policies.chunk import NO_TASK, HeadPolicy
 from serl_launcher.policies.guidance import DROPPED, Guidance, pick_words
 from serl_launcher.policies.wrapped import Wrapped
 from serl_launcher.types import Batch, Metrics, Observation, Window
-
-log = logging.getLogger(__name__)
 
 POSITIVE = "Advantage: positive"
 ADVANTAGE, DERIVED = "advantage", "derived.advantage"
@@ -73,27 +70,28 @@ class RECAP(Algorithm):
     policy: makes the policy from the Spec: PI0, or one whose `tasks` are empty.
     critic: makes the value from the Spec; its range holds [-1, 0]. encoder: of the value; None: the policy's features,
         which it does not train. optimizer, value_optimizer: make the optimisers.
-    steps: n of (3). failure: reward of a failed episode's last step. lowest: return that becomes -1.
+    steps: n of (3). failure: reward of a failed episode's last step.
     share: of the rows that are positive. dropped: of these, without the condition.
     task_weight: see Conditioned. augment: as in SAC.
     Raises ConfigError for numbers out of range, and for a policy that knows tasks of its own.
     """
 
-    changeable, means = ("dropped", "task_weight"), ("threshold",)
+    changeable, means = ("dropped", "task_weight"), ("threshold", "worst")
     threshold: Tensor  # [], advantage above which a row is positive
     seen: Tensor  # [], batches from which it comes
+    worst: Tensor  # [], lowest return of the rows so far, before it is divided
 
     def __init__(
         self, spec: Spec, *, policy: Callable[..., Policy], critic: Callable[..., Critic],
         encoder: Callable[[Spec], ObservationEncoder] | None, optimizer: Callable[[nn.Module], Optimizer],
-        value_optimizer: Callable[[nn.Module], Optimizer], steps: int, failure: float, lowest: float, share: float,
-        dropped: float, task_weight: float, augment: Callable[[], Augment] | None,
+        value_optimizer: Callable[[nn.Module], Optimizer], steps: int, failure: float, share: float, dropped: float,
+        task_weight: float, augment: Callable[[], Augment] | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if steps < 1 or failure > 0 or lowest >= 0 or not 0 < share < 1 or not 0 <= dropped < 1:
+        if steps < 1 or failure > 0 or not 0 < share < 1 or not 0 <= dropped < 1:
             raise ConfigError(
-                f"algo: steps={steps}, failure={failure}, lowest={lowest}, share={share}, dropped={dropped}: say 1 or "
-                "more steps, a failure not above 0, a lowest return below 0, and shares between 0 and 1"
+                f"algo: steps={steps}, failure={failure}, share={share}, dropped={dropped}: say 1 or more steps, a "
+                "failure not above 0, and shares between 0 and 1"
             )
         made = _told(policy)(spec)
         if not isinstance(made, HeadPolicy):
@@ -103,11 +101,11 @@ class RECAP(Algorithm):
         features = features_of(spec, made, encoder)
         self.critic = critic(spec, encoder=features, horizon=0, scale=made.scale)
         self.policy_optimizer, self.value_optimizer = optimizer(made), value_optimizer(self.critic)
-        self._said_clipped = False
-        self.steps, self.failure, self.lowest, self.share, self.dropped = steps, failure, lowest, share, dropped
+        self.steps, self.failure, self.share, self.dropped = steps, failure, share, dropped
         self.augment = augmentation(augment, {*made.inputs, *features.inputs})
         self.register_buffer("threshold", torch.zeros(()))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("worst", torch.tensor(-1.0))
         self.derived = {ADVANTAGE: Feature(())}
         now, whole = dict.fromkeys(features.inputs, (0,)), tuple(range(steps))
         row = {**now, "action": (0,), SUCCESS: (0,), REMAINING: (0,)}
@@ -128,18 +126,19 @@ class RECAP(Algorithm):
     # -- updates
     def update_value(self, batch: Batch) -> Metrics:
         """Take one step of the value towards the returns (1)."""
+        self._look(batch)
         return descend(self.value_optimizer, self.augment(batch), self.value_loss, "value_gradient")
 
     @torch.no_grad()
     def update_advantage(self, batch: Batch) -> tuple[Metrics, dict[str, Tensor]]:
         """Compute (3) for each row's first step, and move the threshold; nothing is trained."""
         assert batch.next_observation is not None  # the window asks for it
+        self._look(batch)
         batch = self.augment(batch)
         value, following = self.values(batch.observation), self.values(batch.next_observation or {})
         ends = batch.extras[REMAINING][:, 0] < self.steps
-        ahead = torch.where(ends, self.returns(batch), batch.length / self.lowest + following)
+        ahead = torch.where(ends, self.returns(batch), batch.length / self.worst + following)
         advantage = ahead - value
-        self._say_clipped(batch)
         moves = torch.where(self.seen > 0, (9 / (10 + self.seen)).clamp(min=MOVES), 1.0)
         self.threshold.lerp_(advantage.quantile(1 - self.share), moves)
         self.seen += 1
@@ -154,18 +153,9 @@ class RECAP(Algorithm):
         """Take one step down the imitation loss of all rows, with the condition where they were good."""
         return self._imitate(batch, (batch.extras[DERIVED][:, 0] > self.threshold) | batch.intervened[:, 0])
 
-    def _say_clipped(self, batch: Batch) -> None:
-        """Log, once, that (1) is clipped in a success: there it is -1, as if the episode had failed."""
-        if self._said_clipped:
-            return
-        remaining = int((batch.extras[REMAINING] * batch.extras[SUCCESS]).max())
-        self._said_clipped = remaining > -self.lowest
-        if self._said_clipped:
-            log.warning(
-                "algo.lowest=%g: a success was %d steps away, which counts as no better than a failure. Advantages do "
-                "not tell such steps apart. For episodes this long, begin a run with algo.lowest=%g",
-                self.lowest, remaining, self.failure - remaining,
-            )  # fmt: skip
+    def _look(self, batch: Batch) -> None:
+        """Scale values by the worst return of these rows, too."""
+        self.worst.clamp_(max=self._raw_returns(batch).min())
 
     def _imitate(self, batch: Batch, is_positive: Tensor) -> Metrics:
         told = is_positive & (uniform(batch.seed, (), DROPPED) >= self.dropped)
@@ -190,8 +180,11 @@ class RECAP(Algorithm):
 
     def returns(self, batch: Batch) -> Tensor:
         """Compute (1) for each row's first step [B]."""
-        ended = self.failure * ~batch.extras[SUCCESS][:, 0]
-        return ((-batch.extras[REMAINING][:, 0] + ended) / -self.lowest).clamp(-1, 0)
+        return (self._raw_returns(batch) / -self.worst).clamp(min=-1)
+
+    def _raw_returns(self, batch: Batch) -> Tensor:
+        """Compute returns in steps [B]."""
+        return self.failure * ~batch.extras[SUCCESS][:, 0] - batch.extras[REMAINING][:, 0]
 
     def values(self, observation: Observation) -> Tensor:
         """Return V of the first observations [B]."""

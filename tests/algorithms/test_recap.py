@@ -33,7 +33,8 @@ def valued(algorithm, monkeypatch):
 
 
 def test_the_return_counts_the_steps_that_remain_and_a_failure_within_minus_one_and_zero():
-    algorithm = build("algo.failure=-300", "algo.lowest=-360")
+    algorithm = build("algo.failure=-300")
+    algorithm.worst.fill_(-360)
     remaining = torch.tensor([0, 30, 60, 200, 0, 30, 60, 200])
     success = torch.tensor([True] * 4 + [False] * 4)
     found = algorithm.returns(rows(algorithm, "update_value", remaining=remaining, success=success))
@@ -42,7 +43,8 @@ def test_the_return_counts_the_steps_that_remain_and_a_failure_within_minus_one_
 
 
 def test_the_advantage_looks_ten_steps_ahead_or_to_the_end_of_the_episode(monkeypatch):
-    algorithm = build("algo.failure=-300", "algo.lowest=-360")
+    algorithm = build("algo.failure=-300")
+    algorithm.worst.fill_(-360)
     valued(algorithm, monkeypatch)
     length, remaining = torch.tensor([10, 10, 4, 4, 4]), torch.tensor([40, 10, 3, 3, 40])  # the last one: a gap
     success = torch.tensor([True, True, True, False, True])
@@ -89,11 +91,19 @@ def test_a_clone_learns_demonstrations_under_the_condition_whoever_recorded_them
     assert metrics["positive"] == 1
 
 
-def test_a_success_too_far_away_for_the_lowest_return_is_told_once(caplog):
-    algorithm = build("algo.failure=-300", "algo.lowest=-360")
-    for success, remaining in ((True, 360), (False, 700), (True, 500), (True, 500)):
-        algorithm.update_advantage(rows(algorithm, "update_advantage", remaining=remaining, success=success))
-    assert [record.getMessage().split()[-1] for record in caplog.records] == ["algo.lowest=-800"]
+def test_the_worst_return_so_far_counts_as_minus_one_and_keeps_its_scale_in_a_checkpoint():
+    algorithm = build("algo.failure=-300")
+    for update, success, remaining, worst in (
+        ("update_value", True, 40, -40), ("update_value", True, 20, -40), ("update_advantage", False, 60, -360),
+        ("update_value", True, 500, -500), ("update_advantage", True, 80, -500),
+    ):  # fmt: skip
+        drawn = rows(algorithm, update, remaining=remaining, success=success)
+        getattr(algorithm, update)(drawn)
+        assert algorithm.worst == worst
+        assert algorithm.returns(drawn).min() == pytest.approx((-remaining - 300 * (not success)) / -worst)
+    again = build("algo.failure=-300", seed=1)
+    again.load_state_dict(algorithm.state_dict())
+    assert again.worst == -500
 
 
 @pytest.mark.parametrize("head", ["mip_coin_flip", "mean_flow"])
