@@ -9,16 +9,18 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from serl_client import clock
 from serl_client.errors import ConfigError, MessageError
+from serl_client.keys import private_text
 from serl_client.names import cleaned
 from serl_client.spec import Array, Spec
 from torch import Tensor
-from websockets.exceptions import InvalidURI, WebSocketException
+from websockets.exceptions import InvalidStatus, InvalidURI, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 from websockets.uri import parse_uri
 
@@ -38,19 +40,20 @@ SILENT = logging.Logger("policy server", logging.CRITICAL + 1)  # it would write
 class PolicyServer(BasePolicy):
     """A policy on another machine, or in another process, which answers one question after the other.
 
-    url: `ws://HOST:PORT`. timeout_s: seconds for the answers to one batch. After a failure the connection is opened
-        anew, and no question is sent for as long, so that actors with a chunk under way wait half of the time at most.
+    url: `ws://HOST:PORT`. api_key: the file that holds the Api-Key which it wants; None: it wants none.
+    timeout_s: seconds for the answers to one batch. After a failure the connection is opened anew, and no question is
+        sent for as long, so that actors with a chunk under way wait half of the time at most.
     cameras: names of those whose images it is sent; `all`: of every camera there is. All else is sent, too.
     keys: {the server's key: the Spec's feature}; features that are not in it go by their own names.
     n_action_steps: actions of a chunk that run before the next question. scale: kind of ActionScale.
     Raises ConfigError for values that cannot be, and for keys that do not fit the Spec.
     """
 
-    changeable = ("url", "timeout_s")
+    changeable = ("url", "api_key", "timeout_s")
 
     def __init__(
-        self, spec: Spec, *, url: str, keys: Mapping[str, str] | None, cameras: Sequence[str], n_action_steps: int,
-        timeout_s: float, scale: str,
+        self, spec: Spec, *, url: str, api_key: str | None, keys: Mapping[str, str] | None, cameras: Sequence[str],
+        n_action_steps: int, timeout_s: float, scale: str,
     ) -> None:  # fmt: skip
         try:
             parse_uri(url)
@@ -74,6 +77,7 @@ class PolicyServer(BasePolicy):
             raise ConfigError(f"policy.keys={keys}: name each feature once, and none {openpi.PROMPT!r}")
         self.n_action_steps, self.scale = n_action_steps, ActionScale(spec.action, scale)
         self._url, self._timeout_s, self._size = url, timeout_s, spec.action.shape[0]
+        self._headers = {"Authorization": f"Api-Key {_read_api_key(api_key)}"} if api_key else None
         self._held = ExitStack()
         self._connection: ClientConnection | None = None
         self._failed, self._trouble = 0.0, ""  # until when, after a failure, it is not asked; and what that was
@@ -92,7 +96,7 @@ class PolicyServer(BasePolicy):
         except FAILURES as error:
             self._drop()
             late = f"no answer within {self._timeout_s} s" if isinstance(error, TimeoutError) else ""
-            why = late or cleaned(str(error)) or "it broke the handshake off"
+            why = late or cleaned(_said_by(error)) or "it broke the handshake off"
             self._trouble = f"the policy server at {self._url} gives no chunk ({why}); mend it, or say policy.url=..."
             self._failed = clock.monotonic() + self._timeout_s
             return torch.from_numpy(chunks), self._trouble
@@ -113,7 +117,7 @@ class PolicyServer(BasePolicy):
         left = max(0.001, deadline - clock.monotonic())
         opening = connect(
             self._url, open_timeout=left, close_timeout=CLOSE_S, compression=None, max_size=openpi.LEAST_LIMIT,
-            proxy=None, logger=SILENT,
+            proxy=None, additional_headers=self._headers, logger=SILENT,
         )  # fmt: skip
         connection = self._connection = self._held.enter_context(opening)
         limit = struct.pack("ll", int(self._timeout_s), int(self._timeout_s % 1 * 1e6))
@@ -140,3 +144,22 @@ class PolicyServer(BasePolicy):
         self._connection = None
         with suppress(*FAILURES):
             self._held.close()
+
+
+def _read_api_key(file: str) -> str:
+    """Raises ConfigError."""
+    try:
+        text = private_text(
+            Path(file), "policy.api_key names the file that holds the Api-Key of the policy server"
+        ).strip()
+    except ValueError:
+        text = ""
+    if not (text and text.isascii() and text.isprintable()):
+        raise ConfigError(f"policy.api_key={file}: this file should hold an Api-Key alone, in one line")
+    return text
+
+
+def _said_by(error: BaseException) -> str:
+    """Return what went wrong; of who does not let us in, what it says, too."""
+    body = error.response.body if isinstance(error, InvalidStatus) else b""
+    return " ".join([str(error), bytes(body or b"").decode(errors="replace")[:SAID].strip()]).strip()

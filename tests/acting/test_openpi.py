@@ -13,6 +13,7 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import pytest
+import torch
 from serl_client import ConfigError
 from serl_client.controller import decision_seed
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -21,6 +22,7 @@ from websockets.sync.client import connect as websocket
 from serl_launcher.acting import bridge as module
 from serl_launcher.acting import carries
 from serl_launcher.acting.bridge import Bridge
+from serl_launcher.acting.policy_server import PolicyServer
 from tests.shared.common import PATIENCE, STATE, free_port, until
 from tests.shared.inference import algorithm_of
 from tests.shared.keys import do
@@ -205,6 +207,26 @@ def test_with_keys_an_api_key_of_an_actor_opens_and_nothing_else(bridged, client
         assert "401 the Api-Key of nobody is unknown" in refused_by(client, address, wrong)
     assert "401 the key eye has the role viewer" in refused_by(client, address, do("api", keys, "eye"))
     assert refusals(bridge) == {"no key": 1, "unknown key": 8, "role": 1}
+
+
+def test_another_learner_that_improves_what_we_do_is_let_in_by_the_api_key_in_its_file(bridged, keys, spec, tmp_path):
+    _, _, address = bridged(Counting(), keys)
+    for text, sentence in (
+        ("", "401 this learner wants an Api-Key"),
+        ("left:0", "401 the Api-Key of nobody is unknown"),
+    ):
+        assert sentence in improver(spec, address, tmp_path, text)
+    assert improver(spec, address, tmp_path, do("api", keys, "left")) == ""
+
+
+def improver(spec, address, folder, api_key):
+    """Why a PolicyServer with this Api-Key gets no chunk."""
+    (file := folder / "api_key").write_text(f"{api_key}\n")
+    file.chmod(0o600)
+    url, path = f"ws://{address[0]}:{address[1]}", str(file) if api_key else None
+    options = {"cameras": [], "n_action_steps": 1, "timeout_s": PATIENCE, "scale": "bounds"}
+    asks = PolicyServer(spec, url=url, api_key=path, keys=KEYS, **options)
+    return asks.ask({STATE: torch.zeros(1, 8)}, [""])[1]
 
 
 def test_a_key_that_connects_again_and_again_makes_the_policy_forget_its_own_connections_alone(

@@ -21,7 +21,14 @@ from .toy import ask
 CAMERA = "observation.images.top"
 SEEN = robot(states=2, shape=(4, 6, 3))
 CHUNK = np.linspace(-1, 1, 10).reshape(5, 2)  # float64, longer than what runs
-OPTIONS = {"keys": None, "cameras": ["all"], "n_action_steps": 3, "timeout_s": PATIENCE, "scale": "bounds"}
+OPTIONS = {
+    "api_key": None,
+    "keys": None,
+    "cameras": ["all"],
+    "n_action_steps": 3,
+    "timeout_s": PATIENCE,
+    "scale": "bounds",
+}
 
 
 @pytest.fixture
@@ -160,11 +167,29 @@ def test_who_listens_and_is_no_policy_server_is_told(said, sentence):
         ({"keys": {"x": STATE, "y": STATE}}, "name each feature once"),
         ({"keys": {"prompt": STATE}}, "and none 'prompt'"),
         ({"cameras": ["wrist"]}, "this robot has no camera wrist"),
+        (
+            {"api_key": "/no/such"},
+            r"cannot read /no/such \(No such file or directory\): policy\.api_key names",
+        ),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(options, sentence):
     with pytest.raises(ConfigError, match=sentence):
         PolicyServer(SEEN, **{**OPTIONS, "url": "ws://127.0.0.1:1", **options})
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "sentence"),
+    [
+        (b"left:1a2b", 0o644, "has mode 0644, so others may use the key: say chmod 600"),
+        *((content, 0o600, "should hold an Api-Key alone") for content in (b"", b"a\nb", b"\xff", "lé:1".encode())),
+    ],
+)
+def test_a_file_that_holds_no_api_key_for_us_alone_is_refused(content, mode, sentence, tmp_path):
+    (file := tmp_path / "key").write_bytes(content)
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=sentence):
+        asking("ws://127.0.0.1:1", api_key=str(file))
 
 
 # -- within the inference process
