@@ -1,8 +1,6 @@
 """Policies of lerobot, trained and run here, beside lerobot's own functions on the same weights and inputs."""
 
-import importlib
 import json
-import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,7 +17,7 @@ from serl_launcher.policies.relative import COLUMN
 from serl_launcher.training import build, memory
 from serl_launcher.types import Window
 from tests.shared import lerobot_policies as small
-from tests.shared.common import STATE, free_port
+from tests.shared.common import STATE, free_port, until
 from tests.shared.lerobot_policies import SIDE, SPEC, TOP
 from tests.shared.models import assert_same, batch, config_of
 from tests.shared.pi0 import randomise
@@ -103,37 +101,22 @@ def test_loss_and_chunk_are_those_of_lerobot_and_what_is_saved_gives_them_there(
 
 
 @pytest.mark.parametrize("kind", ["act"])
-def test_lerobots_policy_server_loads_what_is_saved_and_answers_the_same_chunk(kind, folder, tmp_path, exits):
-    """Its own program over gRPC, asked as its robot client asks: numbers by name, images as cameras give them."""
-    grpc = pytest.importorskip("grpc", reason="of the group `bench`")
-    parts = ("transport.services_pb2_grpc", "transport.services_pb2", "transport.utils", "async_inference.helpers")
-    service, words, utils, helpers = (importlib.import_module(f"lerobot.{name}") for name in parts)
+def test_lerobots_policy_server_loads_what_is_saved_and_answers_us_the_same_chunk(kind, folder, tmp_path, exits):
+    """Its own program, which LerobotServer asks."""
+    pytest.importorskip("grpc", reason="the extra `vla` is not installed: . examples/install.sh --extra vla")
     policy = ours(path=str(folder(kind)))
     policy.save(saved := tmp_path / "saved")
-    given = rows(policy)
-    seen = {name: value[:1, 0] for name, value in given.observation.items()}
-    noise = torch.zeros(1, 1, *policy.noise_shape)
-    chunk = policy.sample(seen, task=small.TASKS[:1], noise=noise)[0][0]
+    seen = {name: value[:, 0] for name, value in rows(policy).observation.items()}
+    noise = torch.zeros(1, 3, *policy.noise_shape)
+    chunk = policy.sample(seen, task=small.TASKS, noise=noise)[0]
 
     command = [sys.executable, "-m", "lerobot.async_inference.policy_server", "--host=127.0.0.1"]
     server = processes.start([*command, f"--port={(port := free_port())}"], subprocess.DEVNULL, cwd=tmp_path)
     exits.callback(processes.kill, server)
-    channel = exits.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}"))
-    stub = service.AsyncInferenceStub(channel)
-    stub.Ready(words.Empty(), wait_for_ready=True, timeout=120)
-    image = {"dtype": "image", "shape": (48, 64, 3), "names": ["height", "width", "channels"]}
-    features = {STATE: {"dtype": "float32", "shape": (5,), "names": list(NAMES)}, TOP: image, SIDE: image}
-    wanted = helpers.RemotePolicyConfig(kind, str(saved), features, policy.horizon)
-    stub.SendPolicyInstructions(words.PolicySetup(data=pickle.dumps(wanted)))
-    raw = dict(zip(NAMES, seen[STATE][0].tolist(), strict=True)) | {
-        camera.rpartition(".")[2]: seen[camera][0].numpy() for camera in (TOP, SIDE)
-    }
-    told = pickle.dumps(helpers.TimedObservation(timestamp=0.0, timestep=0, observation=raw, must_go=True))
-    stub.SendObservations(utils.send_bytes_in_chunks(told, words.Observation))
-    # its protocol is pickle, on loopback from a program that this test has started
-    answer = pickle.loads(stub.GetActions(words.Empty(), timeout=60).data)
-    there = torch.stack([action.get_action() for action in answer])
-    torch.testing.assert_close(chunk, there.clamp(-3, 3), atol=1e-5, rtol=1e-5)
+    options = {"url": f"127.0.0.1:{port}", "type": kind, "path": str(saved), "n_action_steps": policy.horizon}
+    asks = instantiate(config_of("+policy=lerobot_server").policy, **options, timeout_s=0.5)(SPEC)
+    (found,) = until(lambda: [found for found, trouble in [asks.ask(seen, small.TASKS)] if not trouble])
+    torch.testing.assert_close(chunk, found.clamp(-3, 3), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
