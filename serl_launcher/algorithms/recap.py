@@ -10,7 +10,8 @@ rows are imitated with the condition, but a part of them, `dropped`, and all oth
 condition, and may go beyond it: classifier-free guidance, (2) of policies/guidance.py. Before there are advantages, as
 in a phase that clones, every row is positive: whoever recorded it, the condition is trained.
 
-The condition is added to the task's words for PI0, and an input of other policies. `update_value` learns (2),
+The condition is added to the task's words where a policy reads words (PI0, lerobot's SmolVLA, pi0 and pi0.5), and an
+input of other policies. `update_value` learns (2),
 `update_advantage` computes (3) into a derived column, and `update_policy` imitates.
 """
 
@@ -30,7 +31,7 @@ from serl_launcher.networks.critics import Critic
 from serl_launcher.networks.seeded_noise import uniform
 from serl_launcher.networks.vision import ObservationEncoder
 from serl_launcher.optim.optimizer import Optimizer
-from serl_launcher.policies.base import Policy
+from serl_launcher.policies.base import Policy, ScaledPolicy
 from serl_launcher.policies.chunk import NO_TASK, HeadPolicy
 from serl_launcher.policies.guidance import DROPPED, Guidance, pick_words
 from serl_launcher.policies.wrapped import Wrapped
@@ -45,14 +46,16 @@ MOVES = 0.02  # share by which the threshold moves towards a batch's; more in th
 class Conditioned(Wrapped):
     """Samples of `policy` with the condition. task_weight: of classifier-free guidance; 1: the condition alone."""
 
-    policy: HeadPolicy  # type: ignore[assignment]
+    policy: ScaledPolicy  # type: ignore[assignment]
 
-    def __init__(self, policy: HeadPolicy, task_weight: float) -> None:
+    def __init__(self, policy: ScaledPolicy, task_weight: float) -> None:
         super().__init__(policy)
         self.tasks, self.task_weight = (), task_weight
 
     def choose(self, observation: Observation, task: Sequence[str], noise: Tensor) -> Tensor:
         task = task or [NO_TASK] * len(noise)
+        if not isinstance(self.policy, HeadPolicy):
+            return self.policy.sample(observation, task=self.words(task), noise=noise.unsqueeze(0))[0]
         guidance = Guidance(lambda chunk: chunk, noise.new_ones(()), 0.0, self.task_weight)
         return self.policy.led(observation, noise, guidance, task=self.words(task), without=self.without(task))
 
@@ -67,12 +70,12 @@ class Conditioned(Wrapped):
 class RECAP(Algorithm):
     """Learn values, mark what was better than expected, imitate everything and act as what was.
 
-    policy: makes the policy from the Spec: PI0, or one whose `tasks` are empty.
+    policy: makes the policy from the Spec: one that reads words, or one with a head whose `tasks` are empty.
     critic: makes the value from the Spec; its range holds [-1, 0]. encoder: of the value; None: the policy's features,
         which it does not train. optimizer, value_optimizer: make the optimisers.
     steps: n of (3). failure: reward of a failed episode's last step.
     share: of the rows that are positive. dropped: of these, without the condition.
-    task_weight: see Conditioned. augment: as in SAC.
+    task_weight: see Conditioned; 1 for a policy without a head. augment: as in SAC.
     Raises ConfigError for numbers out of range, and for a policy that knows tasks of its own.
     """
 
@@ -94,9 +97,13 @@ class RECAP(Algorithm):
                 "failure not above 0, and shares between 0 and 1"
             )
         made = _told(policy)(spec)
-        if not isinstance(made, HeadPolicy):
-            name = type(made).__name__
-            raise ConfigError(f"algo=recap needs a policy with a head: say policy=flow or policy=pi0, not {name}")
+        if not (isinstance(made, HeadPolicy) or (isinstance(made, ScaledPolicy) and made.reads_words)):
+            raise ConfigError(
+                "algo=recap needs a policy with a head, or one that reads words: say policy=flow, policy=pi0, or "
+                f"policy=lerobot with a SmolVLA, not {type(made).__name__}"
+            )
+        if task_weight != 1 and not isinstance(made, HeadPolicy):
+            raise ConfigError(f"algo.task_weight={task_weight} needs a policy with a head: say 1, or policy=pi0")
         self.conditioned = Conditioned(made, task_weight)
         features = features_of(spec, made, encoder)
         self.critic = critic(spec, encoder=features, horizon=0, scale=made.scale)
@@ -116,7 +123,7 @@ class RECAP(Algorithm):
         }  # fmt: skip
 
     @property
-    def policy(self) -> HeadPolicy:
+    def policy(self) -> ScaledPolicy:
         return self.conditioned.policy
 
     @property

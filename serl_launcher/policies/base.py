@@ -90,6 +90,7 @@ class ScaledPolicy(Policy):
     scale: ActionScale
     size: int  # A, numbers of an action
     width: int  # D, numbers of an action's noise
+    reads_words = False  # True: any words of a task change what it does; False: those of `tasks` alone, if at all
 
     @property
     @abstractmethod

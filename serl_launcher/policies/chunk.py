@@ -56,7 +56,6 @@ class HeadPolicy(ScaledPolicy):
 
     graph = "chunks"
     feature_size: int
-    reads_words = False  # True: any words of a task change what it does; False: those of `tasks` alone, if at all
 
     def __init__(
         self, spec: Spec, *, head: Callable[..., Head], horizon: int, imitation_target: str, width: int,

@@ -108,6 +108,7 @@ class LeRobotPolicy(PartlyFrozen, ScaledPolicy):
         self._begins = -actions[0]  # rows of it before the newest observation
         self.horizon = self.fields.n_action_steps if kind == "diffusion" else self._rows
         self.mode_at_zero = kind == "act"  # it has no noise
+        self.reads_words = kind not in ("act", "diffusion")
         self.width = getattr(self.fields, "max_action_dim", self.size)
         self._noise = (1,) if kind == "act" else (1, self._rows, self.width)  # as that of a flow or DDIM of ours
 

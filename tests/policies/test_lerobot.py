@@ -11,6 +11,7 @@ import torch
 from hydra.utils import instantiate
 from serl_client import ConfigError, Feature
 
+from serl_launcher.algorithms.recap import DERIVED, POSITIVE
 from serl_launcher.networks.mlp import Normaliser
 from serl_launcher.policies import pi0_lerobot
 from serl_launcher.policies.relative import COLUMN
@@ -117,6 +118,32 @@ def test_lerobots_policy_server_loads_what_is_saved_and_answers_us_the_same_chun
     asks = instantiate(config_of("+policy=lerobot_server").policy, **options, timeout_s=0.5)(SPEC)
     (found,) = until(lambda: [found for found, trouble in [asks.ask(seen, small.TASKS)] if not trouble])
     torch.testing.assert_close(chunk, found.clamp(-3, 3), atol=1e-5, rtol=1e-5)
+
+
+def test_recap_tells_one_that_reads_words_what_was_good_and_acts_as_if_all_were(folder):
+    path = {"path": str(folder("smolvla"))}
+    config = config_of("algo=recap", "policy=lerobot", "algo.dropped=0")
+    algorithm = instantiate(config.algo, policy=path)(SPEC)
+    good = [f"{task}. {POSITIVE}" for task in small.TASKS]
+    drawn = batch(SPEC, 3, window=algorithm.windows["update_policy"], task=small.TASKS)
+    told = []
+    algorithm.policy.register_forward_pre_hook(lambda _, given: told.append(given[0].task))
+    advantage = torch.tensor([[0.0], [1.0], [0.0]])
+    person = torch.tensor([[False], [False], [True]]).expand_as(drawn.intervened)
+    algorithm.threshold.fill_(0.5)
+    metrics = algorithm.update_policy(replace(drawn, extras={DERIVED: advantage}, intervened=person))
+    assert told == [(small.TASKS[0], *good[1:])]
+    assert metrics["loss"].isfinite()
+    seen = {name: value[:, 0] for name, value in drawn.observation.items()}
+    noise = torch.randn(1, 3, *algorithm.policy.noise_shape)
+    acted, plain = (
+        policy.sample(seen, task=words, noise=noise)
+        for policy, words in ((algorithm.acting, small.TASKS), (algorithm.policy, small.TASKS))
+    )
+    assert torch.equal(acted, algorithm.policy.sample(seen, task=good, noise=noise))
+    assert not torch.equal(acted, plain)
+    with pytest.raises(ConfigError, match=r"algo\.task_weight=2 needs a policy with a head"):
+        instantiate(config.algo, policy=path, task_weight=2)(SPEC)
 
 
 @pytest.mark.parametrize("kind", KINDS)
