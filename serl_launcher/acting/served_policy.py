@@ -54,7 +54,8 @@ class ServedPolicy(BasePolicy):
         self._sent = {names.get(name, name): name for name in self.inputs}
         taken = self._sent.keys() & self.reserved
         if len(self._sent) < len(self.inputs) or len(names) < len(keys) or taken:
-            raise ConfigError(f"policy.keys={keys}: name each feature once, and none {self.reserved[0]!r}")
+            others = "".join(f", and none {name!r}" for name in self.reserved)
+            raise ConfigError(f"policy.keys={keys}: name each feature once{others}")
         self.n_action_steps, self.scale = n_action_steps, ActionScale(spec.action, scale)
         self._url, self._timeout_s, self._size = url, timeout_s, spec.action.shape[0]
         self._failed, self._trouble = 0.0, ""  # until when, after a failure, it is not asked; and what that was

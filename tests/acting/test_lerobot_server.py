@@ -252,6 +252,7 @@ def test_a_run_improves_it(server, spec, clock, one_thread):
         ({"type": "mlp"}, r"policy\.type=mlp, policy\.path=/there: say one of act"),
         ({"path": ""}, "the folder on the server"),
         ({"keys": {"observation.joints": STATE}}, r"wants a vector observation\.state: .* policy\.keys="),
+        ({"keys": {STATE: STATE, "x": STATE}}, "name each feature once$"),
         ({"timeout_s": 0.0}, "say a number above 0"),
     ],
 )
