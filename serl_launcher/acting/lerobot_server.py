@@ -9,6 +9,8 @@ classes need not be imported, and read without calling anything but what makes a
 
 import io
 import pickle
+import pickletools
+import random
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -18,7 +20,6 @@ import torch
 from serl_client import clock
 from serl_client.errors import ConfigError, MessageError
 from serl_client.spec import Array, Spec
-from torch._utils import _rebuild_tensor_v2
 
 from serl_launcher.acting.served_policy import SAID, ServedPolicy
 
@@ -28,19 +29,24 @@ LOAD_S = 600.0  # for a server to load its policy
 KINDS = ("act", "diffusion", "smolvla", "tdmpc", "vqbet", "pi0", "pi05", "groot")
 
 
-class Waits(MessageError):
-    """The server is at work: what it does now is not to be begun anew."""
+OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", 64 << 20))  # of a channel
+
+
+class Lost(MessageError):
+    """The server cannot be reached, or has no policy."""
 
 
 class LerobotServer(ServedPolicy):
     """lerobot's `python -m lerobot.async_inference.policy_server`, which loads what `path` says.
 
-    It is sent the state, and images. Where it has been started anew, or another client has made it load something else,
-    its policy is loaded again after the next question that it leaves without an answer.
+    It is sent the state, and images. Where it was started anew its policy is loaded again, after the first question
+    that it leaves without an answer.
 
     url: `HOST:PORT`. type, path: of its policy: act, and a folder or a name on the hub, as the server sees it.
     device: of the policy there. options: of ServedPolicy. Raises ConfigError also without gRPC.
     """
+
+    changeable = (*ServedPolicy.changeable, "path", "device")
 
     def __init__(self, spec: Spec, *, url: str, type: str, path: str, device: str, **options: Any) -> None:
         host, _, port = url.rpartition(":")
@@ -52,6 +58,12 @@ class LerobotServer(ServedPolicy):
                 "or the name on the hub, from which it loads that policy"
             )
         super().__init__(spec, url=url, **options)
+        for key, name in self._sent.items():
+            called = key.removeprefix(IMAGES)
+            if name in spec.images and (called == key or called == "task" or called.isdigit()):
+                raise ConfigError(
+                    f"policy.keys: an image goes as {IMAGES}NAME, not as {key}; `task` and numbers are taken"
+                )
         self._sent = {key: name for key, name in self._sent.items() if key == STATE or key.startswith(IMAGES)}
         self.inputs = list(self._sent.values())
         if STATE not in self._sent or len(spec.observation[self._sent[STATE]].shape) != 1:
@@ -71,7 +83,7 @@ class LerobotServer(ServedPolicy):
             "RemotePolicyConfig", policy_type=type, pretrained_name_or_path=path, lerobot_features=features,
             actions_per_chunk=self.n_action_steps, device=device, rename_map={},
         )  # fmt: skip
-        self._number = 0
+        self._number = random.SystemRandom().getrandbits(60)  # that no other client of the server has
         self._channel: Any = None
         self._loading: Any = None
 
@@ -79,9 +91,9 @@ class LerobotServer(ServedPolicy):
         if self._channel is None:
             self._open(deadline)
         if not self._loading.done():
-            raise Waits("it is loading its policy")
+            raise MessageError("it is loading its policy")
         if (failed := self._loading.exception()) is not None:
-            raise MessageError(f"it has not loaded its policy: {self._said(failed)}")
+            raise Lost(f"it has not loaded its policy: {self._said(failed)}")
         self._number += 1
         raw = {theirs.removeprefix(IMAGES): seen for theirs, seen in observation.items() if theirs != STATE}
         raw |= {str(at): float(number) for at, number in enumerate(observation[STATE])} | {"task": task}
@@ -95,31 +107,31 @@ class LerobotServer(ServedPolicy):
 
     def _open(self, deadline: float) -> None:
         """Connect, and let the server load its policy."""
-        self._channel = self._grpc.insecure_channel(self._url)
+        self._channel = self._grpc.insecure_channel(self._url, OPTIONS)
         self._stub = self._service.AsyncInferenceStub(self._channel)
         try:
             self._call(self._stub.Ready, deadline, self._words.Empty())
         except TimeoutError as error:
-            raise MessageError(f"no answer within {self._timeout_s} s") from error
+            raise Lost(f"no answer within {self._timeout_s} s") from error
         setup = self._words.PolicySetup(data=self._wanted)
         self._loading = self._stub.SendPolicyInstructions.future(setup, timeout=LOAD_S)
 
     def _call(self, method: Any, deadline: float, message: Any) -> Any:
-        """Raises TimeoutError, or MessageError with what the server says."""
+        """Raises TimeoutError, or Lost with what the server says."""
         try:
             return method(message, timeout=max(0.001, deadline - clock.monotonic()))
         except self._grpc.RpcError as error:
             if error.code() is self._grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise TimeoutError from None
-            raise MessageError(f"it says: {self._said(error)}") from None
+            raise Lost(f"it says: {self._said(error)}") from None
 
     def _said(self, error: Any) -> str:
         return (error.details() or error.code().name).strip()[:SAID]
 
     def _drop(self, error: BaseException) -> None:
-        """Begin anew, but where the server is only slow: its policy would be loaded again. A chunk that comes late has
+        """Begin anew where the server is lost; else its policy would be loaded again. A chunk that comes late has
         another number."""
-        if self._channel is not None and not isinstance(error, Waits | TimeoutError):
+        if self._channel is not None and isinstance(error, Lost):
             self._channel.close()
             self._channel = self._loading = None
 
@@ -138,40 +150,51 @@ def _pickled(name: str, **fields: Any) -> bytes:
     return b"\x80\x03c%b\n%b\n)\x81%bb." % (HELPERS.encode(), name.encode(), state)
 
 
-class TimedAction:
-    """An action of a chunk, with the number of its question and its place in the chunk added up as `timestep`."""
-
-    timestep: int
-    action: torch.Tensor
-
-
 class _Reader(pickle.Unpickler):
-    """Reads lists of TimedActions, and refuses to name anything else."""
+    """Reads one list of actions, and refuses to name anything else. A pickle may change what it names, so each has its
+    own."""
 
-    NAMES = {  # noqa: RUF012
-        (HELPERS, "TimedAction"): TimedAction,
-        ("collections", "OrderedDict"): dict,
-        ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
-        ("torch.storage", "_load_from_bytes"): lambda data: torch.load(io.BytesIO(data), weights_only=True),
-    }
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._names: dict[tuple[str, str], Any] = {
+            (HELPERS, "TimedAction"): type("TimedAction", (), {}),
+            ("collections", "OrderedDict"): type("OrderedDict", (dict,), {}),
+            ("torch._utils", "_rebuild_tensor_v2"): lambda *told: _vector(*told),
+            ("torch.storage", "_load_from_bytes"): lambda data: _storage(data),
+        }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (found := self.NAMES.get((module, name))) is None:
+        if (found := self._names.get((module, name))) is None:
             raise MessageError(f"its answer names {module}.{name}, which is not read")
         return found
+
+
+def _storage(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _vector(storage: Any, offset: int, size: tuple[int], stride: tuple[int], *_: Any) -> Array:
+    """Return the numbers of a tensor, which has to be a vector within its storage. Raises ValueError."""
+    raw = storage._untyped_storage  # as torch does it: `untyped` warns
+    if len(size) != 1 or stride != (1,) or not 0 <= offset <= offset + size[0] <= len(raw) // storage.dtype.itemsize:
+        raise ValueError
+    return torch.empty(0, dtype=storage.dtype).set_(raw, offset, size, stride).float().numpy()
 
 
 def _chunk(data: bytes, number: int) -> Array:
     """Return the actions of an answer [H, A] to this question. Raises MessageError."""
     if not data:
-        raise MessageError("it answers nothing; its own log says why")
+        raise Lost("it answers nothing; its own log says why")
     try:
-        found = _Reader(io.BytesIO(data)).load()
-        first, chunk = found[0].timestep, np.stack([each.action.numpy() for each in found])
+        if any("PUT" in code.name and (at or 0) > len(data) for code, at, _ in pickletools.genops(data)):
+            raise ValueError  # reading it would take memory for as many places
+        found = _Reader(data).load()
+        first, chunk = found[0].timestep, np.stack([np.asarray(each.action, np.float32) for each in found])
+        is_ours = type(first) is int and first == number
     except MessageError:
         raise
     except Exception as error:  # whatever a pickle that is none sets off
         raise MessageError(f"its answer is no chunk ({type(error).__name__})") from None
-    if first != number:
-        raise Waits("its answer is to an earlier question")
+    if not is_ours:
+        raise MessageError("its answer is to another question")
     return chunk

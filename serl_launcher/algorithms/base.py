@@ -43,6 +43,7 @@ class Algorithm(nn.Module, ABC):
     derived: Mapping[str, Feature] = MappingProxyType({})  # columns that updates compute of steps; see Window
     changeable: Sequence[str] = ("tau", "augment")  # options that a trained run may change; see config.changeable
     means: Sequence[str] = ()  # names of buffers that are running means over batches: several ranks average them
+    lowest: Sequence[str] = ()  # names of buffers that only ever fall: of several ranks the least one counts
 
     def __init__(self) -> None:
         super().__init__()

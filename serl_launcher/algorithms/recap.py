@@ -1,7 +1,8 @@
 """RECAP (Physical Intelligence 2025, arXiv 2511.14759): imitation conditioned on the advantage; constants are RLinf's.
 
 Every row is imitated, failures too, but the policy is told which rows were good, and acts as if all were. With the
-reward -1 for each step and `failure` at the end of a failed episode, divided by |worst|, the lowest such return so far,
+reward -1 for each step and `failure` at the end of a failed episode, divided by |worst|, the lowest such return so far
+(at first that of an episode that fails at once),
     (1) R_t = (-remaining_t + failure [episode failed]) / |worst|, in [-1, 0],
     (2) V(s_t) is a distribution over R_t, and its mean the value,
     (3) A_t = -n / |worst| + V(s_{t+n}) - V(s_t) over n = 10 steps; R_t - V(s_t) where the episode ends before.
@@ -79,7 +80,8 @@ class RECAP(Algorithm):
     Raises ConfigError for numbers out of range, and for a policy that knows tasks of its own.
     """
 
-    changeable, means = ("dropped", "task_weight"), ("threshold", "worst")
+    changeable, means = ("dropped", "task_weight"), ("threshold",)
+    lowest = ("worst",)
     threshold: Tensor  # [], advantage above which a row is positive
     seen: Tensor  # [], batches from which it comes
     worst: Tensor  # [], lowest return of the rows so far, before it is divided
@@ -112,7 +114,7 @@ class RECAP(Algorithm):
         self.augment = augmentation(augment, {*made.inputs, *features.inputs})
         self.register_buffer("threshold", torch.zeros(()))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("worst", torch.tensor(-1.0))
+        self.register_buffer("worst", torch.tensor(min(failure, -1.0)))
         self.derived = {ADVANTAGE: Feature(())}
         now, whole = dict.fromkeys(features.inputs, (0,)), tuple(range(steps))
         row = {**now, "action": (0,), SUCCESS: (0,), REMAINING: (0,)}
@@ -161,8 +163,10 @@ class RECAP(Algorithm):
         return self._imitate(batch, (batch.extras[DERIVED][:, 0] > self.threshold) | batch.intervened[:, 0])
 
     def _look(self, batch: Batch) -> None:
-        """Scale values by the worst return of these rows, too."""
-        self.worst.clamp_(max=self._raw_returns(batch).min())
+        """Scale values by the worst return of these rows, too, and what is compared with them."""
+        worst = self.worst.clamp(max=self._raw_returns(batch).min())
+        self.threshold.mul_(self.worst / worst)
+        self.worst.copy_(worst)
 
     def _imitate(self, batch: Batch, is_positive: Tensor) -> Metrics:
         told = is_positive & (uniform(batch.seed, (), DROPPED) >= self.dropped)

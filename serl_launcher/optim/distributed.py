@@ -71,6 +71,14 @@ class World:
         distributed.all_reduce(value)
         return value / self.size
 
+    def least(self, value: Tensor) -> Tensor:
+        """Return the least of all ranks of each number of a tensor on the device."""
+        if self.size == 1:
+            return value
+        value = value.clone()
+        distributed.all_reduce(value, distributed.ReduceOp.MIN)
+        return value
+
     def joined(self, part: Tensor) -> Tensor:
         """Return the equal parts of all ranks on the device, one after the other: [B, ...] -> [ranks B, ...]."""
         if self.size == 1:

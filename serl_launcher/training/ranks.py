@@ -122,6 +122,8 @@ class Ranks:
         metrics, columns = self._made(name, Batch(**{**part, "task": tuple(part["task"])}))
         for buffer in map(self.algorithm.get_buffer, self.algorithm.means):
             buffer.copy_(self.world.mean(buffer))
+        for buffer in map(self.algorithm.get_buffer, self.algorithm.lowest):
+            buffer.copy_(self.world.least(buffer))
         if metrics:
             values = self.world.mean(torch.stack([value.float() for value in metrics.values()]))
             metrics = dict(zip(metrics, values, strict=True))

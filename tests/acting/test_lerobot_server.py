@@ -162,7 +162,20 @@ RUDE = {
     "nan": (lambda number: answer(CHUNK * np.nan, number), "its actions are not finite"),
     "size": (lambda number: answer(torch.zeros(5, 3), number), "its actions are [5, 3], not [3"),
     "short": (lambda number: answer(CHUNK[:2], number), "its actions are [2, 2], not [3"),
-    "old": (lambda number: answer(CHUNK, number - 1), "its answer is to an earlier question"),
+    "another's": (lambda number: answer(CHUNK, number - 1), "its answer is to another question"),
+    "two numbers": (
+        lambda number: answer(CHUNK, torch.tensor([number, number])),
+        "its answer is to another question",
+    ),
+    "repeated": (lambda number: answer(CHUNK[:, :1].expand(5, 1 << 20), number), "its answer is no chunk (ValueError)"),
+    "places": (lambda number: b"\x80\x03]r\xff\xff\xff\x0f.", "its answer is no chunk (ValueError)"),
+    "changed": (
+        lambda number: (
+            b"\x80\x03c%b\nTimedAction\nN}X\x0c\x00\x00\x00__setstate__c%b\nTimedAction\ns\x86b0]."
+            % (HELPERS.encode(), HELPERS.encode())
+        ),
+        "its answer is no chunk (IndexError)",
+    ),
     "uneven": (lambda number: answer([CHUNK[0], CHUNK[0, :1]], number), "its answer is no chunk (ValueError)"),
     "empty": (lambda _: pickle.dumps([], 3), "its answer is no chunk (IndexError)"),
     "bytes": (lambda _: b"x" * 99, "its answer is no chunk ("),
@@ -184,7 +197,7 @@ def test_a_rude_answer_is_a_sentence_and_no_chunk_and_the_next_question_is_answe
     there.act = lambda number, _: answer(CHUNK, number)
     assert asked(client)[1] == trouble, "it is left alone for a while"
     assert torch.equal(answered(client, clock)[0], CHUNK[:3])
-    assert len(there.policies) == (1 if way == "old" else 2), "it is set up anew, but where it is only late"
+    assert len(there.policies) == (2 if way == "nothing" else 1), "it is set up anew where it may have no policy"
     assert "this has run" not in capfd.readouterr().out
 
 
@@ -253,6 +266,11 @@ def test_a_run_improves_it(server, spec, clock, one_thread):
         ({"path": ""}, "the folder on the server"),
         ({"keys": {"observation.joints": STATE}}, r"wants a vector observation\.state: .* policy\.keys="),
         ({"keys": {STATE: STATE, "x": STATE}}, "name each feature once$"),
+        (
+            {"keys": {"observation.image": CAMERA}},
+            r"an image goes as observation\.images\.NAME, not as observation\.image;",
+        ),
+        ({"keys": {"observation.images.0": CAMERA}}, "`task` and numbers are taken"),
         ({"timeout_s": 0.0}, "say a number above 0"),
     ],
 )

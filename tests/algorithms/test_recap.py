@@ -94,13 +94,16 @@ def test_a_clone_learns_demonstrations_under_the_condition_whoever_recorded_them
 def test_the_worst_return_so_far_counts_as_minus_one_and_keeps_its_scale_in_a_checkpoint():
     algorithm = build("algo.failure=-300")
     for update, success, remaining, worst in (
-        ("update_value", True, 40, -40), ("update_value", True, 20, -40), ("update_advantage", False, 60, -360),
-        ("update_value", True, 500, -500), ("update_advantage", True, 80, -500),
+        ("update_value", True, 40, -300), ("update_advantage", False, 60, -360), ("update_value", True, 500, -500),
+        ("update_value", True, 80, -500),
     ):  # fmt: skip
+        before = algorithm.threshold * algorithm.worst
         drawn = rows(algorithm, update, remaining=remaining, success=success)
         getattr(algorithm, update)(drawn)
         assert algorithm.worst == worst
         assert algorithm.returns(drawn).min() == pytest.approx((-remaining - 300 * (not success)) / -worst)
+        if update == "update_value":
+            torch.testing.assert_close(algorithm.threshold * algorithm.worst, before)
     again = build("algo.failure=-300", seed=1)
     again.load_state_dict(algorithm.state_dict())
     assert again.worst == -500
