@@ -24,9 +24,9 @@ def test_a_mover_has_a_speed_for_each_episode_and_noise_on_no_gripper():
         noisy.reset(seed)
         first, second, shaken = still.read(HOLD), still.read(HOLD), noisy.read(HOLD)
         np.testing.assert_array_equal(first, second)
-        np.testing.assert_allclose(first[:3], first[0] * np.array([1, 0.5, -0.5]), rtol=1e-5)
+        speeds.append(2 * first[1])
+        np.testing.assert_allclose(first[:3], [1, 0.5 * speeds[-1], -0.5 * speeds[-1]], rtol=1e-5)
         assert (first[3], shaken[3], (shaken[:3] != 0).all()) == (1, 0, True)
-        speeds.append(first[0])
     assert 0.6 <= min(speeds) < 0.65
     assert 0.95 < max(speeds) <= 1
 
