@@ -306,6 +306,32 @@ def test_a_stop_is_obeyed_at_its_boundary_or_where_the_actor_would_wait_for_ever
     assert [(len(segment), segment.ends) for segment in client.segments] == segments
 
 
+@pytest.mark.parametrize(
+    ("mode", "limit", "lifted", "silent", "length"),
+    [
+        ("collect", 7, True, (), 13),
+        ("collect", 7, False, (), 7),
+        ("collect", None, True, (8, 9, 10), 13),
+        ("collect", None, True, range(8, 10_000), 7),
+        ("evaluate", None, True, (8, 9, 10), 7),
+    ],
+    ids=["its limit is gone", "its limit stays", "a slow answer", "no answer", "under evaluation"],
+)
+def test_under_idle_an_episode_goes_on_to_its_end_unless_it_would_wait_for_ever(
+    env, clock, spec, mode, limit, lifted, silent, length
+):
+    client, policy = WaitingClient(spec, clock, mode), Asked(spec)
+    client.state.step_limit, policy.silent = limit, silent
+
+    def idle():
+        client.state.step_limit = None if lifted else limit
+        client.direct("idle", number=2)
+
+    client.script = {"wait 2": idle, "wait 300": lambda: client.direct("stop", number=3)}
+    run(env, client, controller=policy)
+    assert client.lengths == [length]
+
+
 def test_idle_stops_the_robot_and_the_stamp_tells_the_directive(env, client):
     client.script = {
         4: lambda: client.direct("idle", number=2),

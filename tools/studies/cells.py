@@ -208,7 +208,7 @@ def table(study: Study, rows: Rows, options: Namespace) -> Iterator[str]:
 
 
 def joined(values: Iterable[object]) -> str:
-    return " / ".join(map(str, values))
+    return " / ".join("-" if value is None else str(value) for value in values)
 
 
 def mean_of(values: Sequence[float]) -> tuple[float, float, float]:

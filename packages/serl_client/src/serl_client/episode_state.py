@@ -19,7 +19,8 @@ class EpisodeState:
     last: Step | None = None
     reset: bool = True
     human: int = 0  # steps of the takeover under way
-    held: int = 0  # consecutive steps without an action
+    held: int = 0  # consecutive steps, or looks in simulation, without an action
+    held_since: float = 0.0  # when the first of them was
     is_theirs: bool | None = None  # whether the operator drives the next step; None: nobody has looked
     is_stale: bool = False  # the world may have changed since that observation: the next step holds, to look again
     reward: float = 0.0

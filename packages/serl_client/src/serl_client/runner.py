@@ -273,7 +273,9 @@ class _Actor:
         for the step limit, and in simulation or before the first step for the action."""
         waited = False
         while not self._called_off(episode, waited) and not episode.recorder.ended:
-            if not self._blocked(episode):
+            if self._blocked(episode):
+                episode.held = 0
+            else:
                 if self._holds(episode):
                     return True, waited, None
                 action = self._ask(episode)
@@ -300,6 +302,8 @@ class _Actor:
         seen = episode.frames.newest(self._client.history)
         action = self._controller.act(seen, step=episode.recorder.steps, previous_action=previous, reset=episode.reset)
         if action is None:
+            if not episode.held:
+                episode.held_since = clock.monotonic()
             episode.held += 1
             self._status.driver = "WAITING"
         else:
@@ -328,9 +332,13 @@ class _Actor:
             return self._way.is_over(self._directive)
         if newer["number"] == self._directive["number"]:
             return False
-        # The weights under evaluation may no longer be served.
-        over = newer["mode"] in ("idle", "stop") or self._directive["mode"] == "evaluate"
-        return newer.get("boundary") == "now" or (waited and over)
+        at_once = newer.get("boundary") == "now"
+        if at_once or not waited:
+            return at_once
+        if newer["mode"] == "stop" or self._directive["mode"] == "evaluate":
+            return True  # the policy, or the weights under evaluation, may no longer be served
+        silent = episode.held > 0 and clock.monotonic() - episode.held_since > SILENCE
+        return newer["mode"] == "idle" and (silent or self._blocked(episode))
 
     def _close(self, episode: EpisodeState) -> None:
         """End the episode if the operator or the environment says so, no action comes, or the outbox is full."""
