@@ -13,6 +13,8 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,7 @@ class LeRobotPolicy(PartlyFrozen, ScaledPolicy):
         self.size, self.scale = spec.action.shape[0], ActionScale(spec.action, "range")  # of critics, and of edits
         self._place(kind)
         self.inner = files.made(kind, self.fields)
+        self.continues = "guided" if hasattr(self.inner, "init_rtc_processor") else None
         self._pre, self._post, found = files.processors(self.fields, folder, tokenizer)
         if folder is not None and not is_hollow():
             found = found or files.statistics_among(folder, self.fields)
@@ -168,8 +171,12 @@ class LeRobotPolicy(PartlyFrozen, ScaledPolicy):
         seen = {name: observation[name] for name in self.inputs}
         if self.history == 1 and self._has_time:
             seen = {name: value.unsqueeze(1) for name, value in seen.items()}
-        chunks = [self._chunk(self._prepared(seen, task or ("",) * count), each) for each in noise]
-        return torch.stack(chunks).clamp(self.low, self.high)
+        given, ask = self._prepared(seen, task or ("",) * count), self._chunk
+        if prefix is not None:
+            given |= {"action": prefix.action}
+            ask = partial(self._continued, prefix=prefix)
+        chunks = torch.stack([ask(dict(given), each) for each in noise]).clamp(self.low, self.high)
+        return chunks if prefix is None else torch.where(_committed(prefix), prefix.action, chunks)
 
     @torch.no_grad()
     def _chunk(self, given: dict[str, Any], noise: Tensor) -> Tensor:
@@ -185,6 +192,38 @@ class LeRobotPolicy(PartlyFrozen, ScaledPolicy):
             else:
                 words = {} if self.fields.type == "act" else {"noise": noise[:, 0]}
                 chunk = self.inner.predict_action_chunk(given, **words)
+        return self._actions(chunk)
+
+    @torch.no_grad()
+    def _continued(self, given: dict[str, Any], noise: Tensor, *, prefix: Prefix) -> Tensor:
+        """Do what `_chunk` does, guided by what is left of the old chunk [B, H, A], by lerobot's own RTC. It has one
+        delay and horizon for a whole batch, so each row is asked for alone."""
+        self.inner.eval()
+        chunks = []
+        with _seeded(noise.double().sum().view(torch.int64), noise.device), self._guided():
+            given = self._run(self._pre, given)
+            old = given.pop("action")
+            for row, (committed, left) in enumerate(zip(prefix.committed.tolist(), prefix.left.tolist(), strict=True)):
+                one = {name: value[row : row + 1] for name, value in given.items() if isinstance(value, Tensor)}
+                words = {"inference_delay": committed, "execution_horizon": left}
+                words |= {"prev_chunk_left_over": old[row : row + 1, :left] if left else None}
+                chunks.append(self.inner.predict_action_chunk(one, noise=noise[row], **words))
+        return self._actions(torch.cat(chunks))
+
+    @contextmanager
+    def _guided(self) -> Iterator[None]:
+        """Let lerobot's sampler continue chunks, as long as this lasts, as the folder's `rtc_config` says."""
+        before = self.fields.rtc_config
+        usual = importlib.import_module("lerobot.policies.rtc.configuration_rtc").RTCConfig
+        self.fields.rtc_config = replace(before or usual(), enabled=True)
+        try:
+            self.inner.init_rtc_processor()
+            yield
+        finally:
+            self.fields.rtc_config = before
+
+    def _actions(self, chunk: Tensor) -> Tensor:
+        """Return actions in the robot's units."""
         steps = importlib.import_module("lerobot.processor.converters")
         return self._run(self._post, chunk, steps.policy_action_to_transition, steps.transition_to_policy_action)
 
@@ -319,6 +358,12 @@ def _drawn(weight: Tensor) -> Tensor:
     share = weight.double().cumsum(0) / weight.double().sum().clamp_min(1e-300)
     middle = (torch.arange(len(weight), device=weight.device, dtype=torch.float64) + 0.5) / len(weight)
     return torch.searchsorted(share, middle).clamp_max(len(weight) - 1)
+
+
+def _committed(prefix: Prefix) -> Tensor:
+    """Return which actions the robot executes whatever the answer -> bool [B, H, 1]."""
+    rows = torch.arange(prefix.action.shape[1], device=prefix.committed.device)
+    return (rows < prefix.committed.unsqueeze(1)).unsqueeze(-1)
 
 
 def _padded(batch: Batch) -> Tensor:

@@ -16,7 +16,7 @@ from serl_launcher.networks.mlp import Normaliser
 from serl_launcher.policies import pi0_lerobot
 from serl_launcher.policies.relative import COLUMN
 from serl_launcher.training import build, memory
-from serl_launcher.types import Window
+from serl_launcher.types import Prefix, Window
 from tests.shared import lerobot_policies as small
 from tests.shared.common import STATE, free_port, until
 from tests.shared.lerobot_policies import SIDE, SPEC, TOP
@@ -99,6 +99,28 @@ def test_loss_and_chunk_are_those_of_lerobot_and_what_is_saved_gives_them_there(
     policy.save(saved := tmp_path / "saved")
     there = small.Theirs(saved).chunk(given.observation, small.TASKS, noise[0, :, 0])
     torch.testing.assert_close(moved, there.clamp(-3, 3), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.values[0] not in ("act", "diffusion")])
+def test_a_chunk_continues_the_old_one_as_lerobots_own_rtc_does_and_only_where_it_is_asked_to(kind, folder, tmp_path):
+    policy, theirs = ours(path=str(folder(kind))), small.Theirs(tmp_path / kind)
+    assert policy.continues == "guided"
+    seen = {name: value[:, 0] for name, value in rows(policy).observation.items()}
+    made = torch.Generator().manual_seed(5)
+    noise = torch.randn(1, 3, *policy.noise_shape, generator=made)
+    committed, left = torch.tensor([2, 1, 0]), torch.tensor([4, 3, 0])
+    there = (torch.arange(policy.horizon) < left[:, None]).unsqueeze(-1)
+    prefix = Prefix(torch.rand(3, policy.horizon, 4, generator=made) * there, committed, left)
+    anew = policy.sample(seen, task=small.TASKS, noise=noise)
+    found = policy.sample(seen, task=small.TASKS, noise=noise, prefix=prefix)
+    assert torch.equal(policy.sample(seen, task=small.TASKS, noise=noise), anew)
+    assert policy.fields.rtc_config is None
+    expected = theirs.continued(rows(policy).observation, small.TASKS, noise[0, :, 0], prefix).clamp(-3, 3)
+    for row, kept in enumerate(committed.tolist()):
+        assert torch.equal(found[0, row, :kept], prefix.action[row, :kept])
+        torch.testing.assert_close(found[0, row, kept:], expected[row, kept:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[0, 2], anew[0, 2], atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(found[0, 0, 2:4], anew[0, 0, 2:4], atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["act"])

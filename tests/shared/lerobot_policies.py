@@ -205,6 +205,20 @@ class Theirs:
             first = self.policy.select_action(self.pre({**given, **now}), noise=noise)
         return torch.stack([self.post(action) for action in (first, *self.policy._queues["action"])], 1)
 
+    def continued(self, observation, task, noise, prefix):
+        """A chunk of each row, that continues an old one by lerobot's real-time chunking."""
+        rtc = importlib.import_module("lerobot.policies.rtc.configuration_rtc")
+        self.config.rtc_config, chunks = rtc.RTCConfig(enabled=True), []
+        self.policy.eval().init_rtc_processor()
+        seen = self._seen(observation)
+        for row, (committed, left) in enumerate(zip(prefix.committed.tolist(), prefix.left.tolist(), strict=True)):
+            now = {name: (value[:, 0] if self._has_time() else value)[row : row + 1] for name, value in seen.items()}
+            given = self.pre({"task": [task[row]], **now, "action": prefix.action[row : row + 1]})
+            old = given.pop("action")[0, :left] if left else None
+            words = {"inference_delay": committed, "prev_chunk_left_over": old, "execution_horizon": left}
+            chunks.append(self.post(self.policy.predict_action_chunk(given, noise=noise[row : row + 1], **words)))
+        return torch.cat(chunks)
+
     def _has_time(self):
         return self.config.observation_delta_indices is not None
 
