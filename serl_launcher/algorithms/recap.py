@@ -12,8 +12,8 @@ condition, and may go beyond it: classifier-free guidance, (2) of policies/guida
 in a phase that clones, every row is positive: whoever recorded it, the condition is trained.
 
 The condition is added to the task's words where a policy reads words (PI0, lerobot's SmolVLA, pi0 and pi0.5), and an
-input of other policies. `update_value` learns (2),
-`update_advantage` computes (3) into a derived column, and `update_policy` imitates.
+input of other policies. `update_value` learns (2), `update_advantage` computes (3) into a derived column, and
+`update_policy` imitates.
 """
 
 from collections.abc import Callable, Sequence

@@ -76,7 +76,7 @@ class World:
         if self.size == 1:
             return value
         value = value.clone()
-        distributed.all_reduce(value, distributed.ReduceOp.MIN)
+        distributed.all_reduce(value, op=distributed.ReduceOp.MIN)
         return value
 
     def joined(self, part: Tensor) -> Tensor:

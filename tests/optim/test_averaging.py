@@ -69,8 +69,9 @@ def trained(folder, rank):
         for part in range(2):
             optimizer.step(optimizer.forward(rows_of(step, part, rank), rank))
     given = world.scatter([{"rows": rows_of(9, 0, each), "names": [str(each)]} for each in (0, 1)] if rank == 0 else ())
-    joined = world.joined(given["rows"])
-    torch.save([optimizer.module.state_dict(), list(optimizer.state_dict()["states"].values()), sent, (given, joined)],
+    joined, least = world.joined(given["rows"]), world.least(torch.tensor([rank, -rank]))
+    told = given, joined, least
+    torch.save([optimizer.module.state_dict(), list(optimizer.state_dict()["states"].values()), sent, told],
                folder / f"{rank}.pt")  # fmt: skip
     os._exit(0)  # as the launcher's ranks: the threads of gloo do not survive an orderly end
 
@@ -118,8 +119,9 @@ def test_gradients_travel_in_few_messages(ranks):
 
 
 @pytest.mark.slow
-def test_each_rank_gets_its_part_alone(ranks):
-    for rank, (*_, (given, joined)) in enumerate(ranks):
+def test_each_rank_gets_its_part_alone_and_the_least_of_all(ranks):
+    for rank, (*_, (given, joined, least)) in enumerate(ranks):
+        assert least.tolist() == [0, -1]
         assert given["names"] == [str(rank)]
         assert torch.equal(given["rows"], rows_of(9, 0, rank))
         assert torch.equal(joined, torch.cat([rows_of(9, 0, each) for each in (0, 1)]))

@@ -107,13 +107,14 @@ from serl_launcher.config import composed
 
 with hydra.utils.instantiate(composed(Path("config").resolve(), ["actor=true", *sys.argv[1:]]).task.env)() as env:
     def play(seed, **who):
-        first, driven = env.reset(seed, **who), []
+        first, driven, reward = env.reset(seed, **who), [], 0.0
         while True:
             step = env.step(np.zeros(4, np.float32))
+            reward += step.reward
             driven.append(bool(step.intervened))
             if step.terminated or step.truncated:
                 told = {name: array.tolist() for name, array in step.observation.items()}
-                return {"driven": driven, "success": bool(step.success), "last": told}
+                return {"driven": driven, "success": bool(step.success), "reward": reward, "last": told}
 
     print(json.dumps({
         "demonstrated": [play(seed, teleop=True) for seed in (1, 1, 2, 3, 4, 5, 6)],
@@ -134,6 +135,7 @@ def test_a_real_script_demonstrates_and_takes_over_from_a_hand_that_rests(exampl
     assert first == again
     assert all(all(each["driven"]) and len(each["driven"]) <= most for each in told["demonstrated"])
     assert sum(each["success"] for each in others) >= 2
+    assert all(each["reward"] == each["success"] for plays in told.values() for each in plays)
     for each in told["helped"]:
         assert not any(each["driven"][:30])
         assert any(each["driven"])

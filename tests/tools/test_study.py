@@ -14,7 +14,7 @@ from tests.shared.here import start
 from tests.shared.models import CONFIG
 from tests.shared.tools import called
 from tools.compare import trials
-from tools.studies import act, curves, effort, improve, runs, served
+from tools.studies import act, curves, effort, improve, runs, served, tasks
 from tools.studies.cells import Cells, age, one_draw
 from tools.study import STUDIES
 
@@ -128,6 +128,7 @@ def test_a_studys_words_are_a_plan_that_practises_and_evaluates_in_turn(words, s
     assert [phases[name].episodes for name in parts[1::2]] == [episodes] * 2
 
 
+@pytest.mark.parametrize("shown", ["demo", "good"])
 @pytest.mark.parametrize(
     ("way", "parts", "updates"),
     [
@@ -135,14 +136,20 @@ def test_a_studys_words_are_a_plan_that_practises_and_evaluates_in_turn(words, s
         ("qc", ["practise_1", "practise_2"], [20, 80]),
     ],
 )  # fmt: skip
-def test_a_study_of_what_improves_a_clone_evaluates_before_practice_and_after_each_fifth_of_it(way, parts, updates):
-    words = ["learner=true", "task=sim_arm", *improve.WAYS[way], *improve.phases(way, 100, 4)]
+def test_a_study_of_what_improves_a_clone_evaluates_before_practice_and_after_each_fifth_of_it(
+    way, parts, updates, shown
+):
+    words = ["learner=true", "task=sim_arm", *improve.WAYS[way], *improve.phases(way, 100, 4, shown)]
+    words += [tasks.GOOD, *improve.CLONE_GOOD] if shown == "good" else []
     phases = plan_of(composed(CONFIG, words)).phases
     assert list(phases)[:2] == ["clone", "evaluate_0"]
     assert [name for name in phases if name.startswith("practise")] == parts
     assert [phases[name].until for name in parts] == [(f"updates >= {count}",) for count in updates]
     within = phases[parts[-1]].evaluate
     assert (within.every, within.unit, within.phase.episodes, phases["evaluate_1"].episodes) == (20, "updates", 4, 4)
+    (cloned,), (practised,) = phases["clone"].updates, phases[parts[-1]].updates[:1]
+    assert set(cloned.data) == {shown}
+    assert shown in practised.data
 
 
 def measured(folder, *words, small=()):
@@ -169,6 +176,9 @@ nightly, slow = pytest.mark.nightly, pytest.mark.slow
     ("name", "ways", "numbers", "found"),
     [
         pytest.param("improve", ["recap"], "--cloned 3 --updates 25", ["env_steps", "draw"], marks=nightly),
+        pytest.param(
+            "improve", ["rejection"], "--cloned 3 --updates 25 --task assembly", ["env_steps", "draw"], marks=nightly
+        ),
         pytest.param("offline", ["recap"], "--episodes 2 --updates 6", ["rank_correlation", "draw"], marks=slow),
         pytest.param(
             "dobot_left", ["cloning alone", "human successes"],
@@ -181,6 +191,7 @@ nightly, slow = pytest.mark.nightly, pytest.mark.slow
 )  # fmt: skip
 def test_a_study_of_what_improves_a_clone_runs_the_product(name, ways, numbers, found, tmp_path, monkeypatch):
     monkeypatch.setitem(served.STUDIES, "served", replace(STUDIES["served"], goes_on=bool))  # whatever its clone does
+    monkeypatch.setitem(tasks.TASKS, "assembly", ("", []))  # the real one has a Python of its own
     words = [name, "--seeds", 5, "--demonstrations", 2, "--ways", *ways, *numbers.split()]
     small = ["plan.phases.warm_up.until=['updates >= 20']"] if name == "served" else []
     said, cells = measured(tmp_path, *words, small=small)
@@ -210,7 +221,7 @@ def test_a_study_with_cameras_runs_the_product(name, ways, numbers, tmp_path):
 @pytest.mark.nightly
 @pytest.mark.usefixtures("here")
 def test_the_study_of_effort_gives_each_way_as_many_human_rows_and_updates(tmp_path, monkeypatch):
-    monkeypatch.setitem(effort.TASKS, "so101", ("", ["task=sim_arm"]))  # the real one has a Python of its own
+    monkeypatch.setitem(tasks.TASKS, "so101", ("", ["task=sim_arm"]))  # the real one has a Python of its own
     monkeypatch.setitem(effort.STUDIES, "effort", replace(STUDIES["effort"], goes_on=bool))  # whatever its clone does
     monkeypatch.setitem(STUDIES, "effort", effort.STUDIES["effort"])
     words = ["effort", "--seeds", 5, "--demonstrations", 2, "--cloned", 3, "--rows", 20, 60, "--updates", 150]

@@ -3,13 +3,14 @@
 import json
 import statistics
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from tools.studies import runs
 from tools.studies.cells import Cell, Study, each, last
+from tools.studies.tasks import GOOD, demonstrated, finished
 
 CLONE, LONGER, MORE, FRESH = "clone", "cloning alone", "more demonstrations", "fresh clone"
 HUMAN, ROBOT = "{mode: teleop, into: online}", "{mode: collect, into: online, intervene: true}"
@@ -21,7 +22,6 @@ WAYS = {  # name: (what the actor does, the data of an update)
     "rows of decisions": (ROBOT, "{published: 1.0}"),
     FRESH: (HUMAN, "{all: 1.0}"),
 }
-GOOD = "+plan.sources.good={of: [demo], keep: [successful]}"
 VIEWS = [
     GOOD,
     "+plan.sources.driven={of: [online], start_steps: intervened}",
@@ -33,15 +33,6 @@ VIEWS = [
 FIT = ", on_begin: [{{fit_normalizer: {}}}]"
 SFT = ["plan=sft", GOOD, *runs.without("clone", "evaluate")]
 PLAN = ["plan=hiors", *VIEWS, *runs.without("demonstrate", "clone", "baseline", "practise", "evaluate")]
-TASKS = {  # name: (the example whose Python its actor has, the words of the task)
-    "so101": ("so101_sim", []),
-    **{
-        name: ("metaworld", ["task=metaworld_expert", f"task.env_id={name}-v3", *more])
-        for name, more in {
-            "stick-pull": [], "peg-insert-side": [], "pick-place-wall": ["task.env.script.noise=0.1"], "assembly": [],
-        }.items()
-    },
-}  # fmt: skip
 
 
 def effort(cell: Namespace) -> Mapping[str, Any]:
@@ -72,11 +63,11 @@ def effort(cell: Namespace) -> Mapping[str, Any]:
     begun = cloned(cell)
     draw = runs.draw(begun)
     if cell.way == CLONE:
-        made = other(cell, CLONE, [*SFT, runs.evaluation(cell.starts, 0)], of=begun)
+        made = finished(cell, CLONE, [*SFT, runs.evaluation(cell.starts, 0)], of=begun)
         return {"successes": runs.successes(made, cell.starts), "draw": draw}
     left_out = (len(cell.rows) - 1) * (cell.way == FRESH)  # it has the last stage alone
     phases = [word for number in range(left_out + 1, len(cell.rows) + 1) for word in stage(cell, number, begun)]
-    made = other(cell, cell.way, [*PLAN, *phases], of=begun, forgets=cell.way == FRESH)
+    made = finished(cell, cell.way, [*PLAN, *phases], of=begun, forgets=cell.way == FRESH)
     updates = json.loads((made / "summary.json").read_text())["updates"]
     found = [None] * left_out + runs.successes(made, cell.starts)
     return {"successes": found, "human_rows": driven(made), "all_updates": updates, **runs.effort(made), "draw": draw}
@@ -84,10 +75,8 @@ def effort(cell: Namespace) -> Mapping[str, Any]:
 
 def cloned(cell: Namespace) -> Path:
     """Return the run that has cloned the demonstrations."""
-    enough = f'plan.phases.demonstrate.until=["good.episodes >= {cell.demonstrations}"]'
-    begun = other(cell, "demonstrations", ["plan=collect", GOOD, enough])
     body = runs.training(f"updates >= {cell.cloned}", "{good: 1.0}", "[update]", FIT.format("good"))
-    return other(cell, "cloned", [*SFT, runs.phase("train", body)], of=begun)
+    return finished(cell, "cloned", [*SFT, runs.phase("train", body)], of=demonstrated(cell))
 
 
 def stage(cell: Namespace, number: int, begun: Path) -> list[str]:
@@ -105,13 +94,6 @@ def stage(cell: Namespace, number: int, begun: Path) -> list[str]:
     rows = cell.rows[number - 1] - (actors == HUMAN) * mean_steps(begun) // 2  # a demonstration is never cut off
     body = f"actors: {actors}, until: ['driven.steps >= {rows} and {first}.steps >= 10']"
     return [runs.phase(f"gather_{number}", body), *phases]
-
-
-def other(cell: Namespace, name: str, words: Sequence[str], **options: Any) -> Path:
-    """Return the run of that name in the cell's folder, on its task."""
-    example, task = TASKS[cell.task]
-    folder = cell.folder / name.replace(" ", "-")
-    return runs.finished(folder, *task, f"seed={cell.seed}", *words, *cell.words, example=example, **options)
 
 
 def driven(folder: Path) -> list[int]:

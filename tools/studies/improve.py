@@ -14,11 +14,16 @@ from serl_launcher.networks.seeded_noise import normal
 from serl_launcher.training.report import read
 from tools.studies import runs
 from tools.studies.cells import Cell, Rows, Study, each, joined, last
+from tools.studies.tasks import GOOD, demonstrated, finished
 from tools.studies.trained import trained
 
 SMALL = ["policy.head.steps=4", "batch_size=64"]
-LEFT = ["task.env.side=left"]
-CONTROL, FIFTHS, FPS = "cloning alone", 5, 10
+ARM, LEFT = "sim_arm", ["task.env.side=left"]
+CLONE_GOOD = [
+    "plan.phases.clone.data.demo=0", "+plan.phases.clone.data.good=1.0",
+    "plan.phases.clone.on_begin=[{fit_normalizer: good}]",
+]  # fmt: skip
+CONTROL, FIFTHS = "cloning alone", 5
 WAYS = {  # name: words of its learner
     CONTROL: ["plan=value_guided", "algo=qc"],
     "qc": ["plan=value_guided", "algo=qc", "algo.samples=8"],
@@ -49,17 +54,26 @@ OLD = runs.without("demonstrate", "clone", "baseline", "warm_up", "practise", "e
 def improved(cell: Namespace) -> Mapping[str, Any]:
     """What improves a clone: critics that choose, climb, steer or edit, at equal data and updates? (docs/policies.md)
 
-    A draw is a seed with its own --demonstrations on the simulated arm, all of them with the block on the left. Half of
-    the starts of practice and evaluation have it on the right, so cloning alone, the control, stays behind however long
-    it lasts. Each way clones for --cloned updates and then makes --updates more, while the arm practises one step for
-    every two: qc, fql, parl, dsrl, expo and guided, whose critics take the first fifth; unguided: guided with weight 0;
-    recap; hi-ors, where a script takes over; rejection: the same without takeovers. Evaluations on --starts distinct
-    starts follow each fifth.
+    A draw is a seed with its own --demonstrations. Each way clones for --cloned updates and then makes --updates more,
+    while the robot practises one step for every two: qc, fql, parl, dsrl, expo and guided, whose critics take the first
+    fifth; unguided: guided with weight 0; recap; hi-ors, where a script takes over; rejection: the same without
+    takeovers. Cloning alone, the control, does not practise. Evaluations on --starts distinct starts follow each fifth.
+    sim_arm  the simulated arm; all demonstrations have the block on the left. Half of the starts of practice and
+             evaluation have it on the right, so cloning alone stays behind however long it lasts
+    others'  a --task of others with its own script: so101, stick-pull, peg-insert-side, pick-place-wall, assembly. So
+             many demonstrations have succeeded, and nobody learns from the others
+    Said before the first cell of others' tasks, with 25 demonstrations, of so101, stick-pull and peg-insert-side: a way
+    helps if its last successes are above the control's on two of the three, and below on none (95 % intervals over five
+    draws). expo and qc help; recap and dsrl do not.
     """
-    begun = runs.demonstrations(cell.folder / "demonstrations", cell.seed, cell.demonstrations, actor=LEFT)
-    words = [*SMALL, *WAYS[cell.way], f"seed={cell.seed}", f"plan.phases.clone.until=['updates >= {cell.cloned}']"]
-    words += [*phases(cell.way, cell.updates, cell.starts), *cell.words]
-    made = runs.finished(cell.folder / cell.way.replace(" ", "-"), *words, of=begun, forgets=True)
+    words = [*SMALL, *WAYS[cell.way], f"plan.phases.clone.until=['updates >= {cell.cloned}']"]
+    if cell.task == ARM:
+        begun = runs.demonstrations(cell.folder / "demonstrations", cell.seed, cell.demonstrations, actor=LEFT)
+        words += phases(cell.way, cell.updates, cell.starts, "demo")
+    else:
+        begun = demonstrated(cell)
+        words += [GOOD, *CLONE_GOOD, *phases(cell.way, cell.updates, cell.starts, "good")]
+    made = finished(cell, cell.way, words, of=begun, forgets=True)
     led = values_led(made) if cell.way == "guided" else {}
     values = [line.get("value_error") for line in runs.evaluations(made, cell.starts)]
     return led | {
@@ -68,16 +82,19 @@ def improved(cell: Namespace) -> Mapping[str, Any]:
     }  # fmt: skip
 
 
-def phases(way: str, updates: int, starts: int) -> list[str]:
-    """Return the words that replace the plan's practice by one that evaluates after each fifth."""
+def phases(way: str, updates: int, starts: int, shown: str) -> list[str]:
+    """Return the words that replace the plan's practice by one that evaluates after each fifth.
+
+    shown: the source or view of the demonstrations that are learned.
+    """
     rejects, fifth = WAYS[way] == ["plan=hiors"], updates // FIFTHS
     until, rest = [f"updates >= {fifth * part}" for part in (FIFTHS, FIFTHS - 1)]
     fifths: dict[str, Any] = {"more": runs.within(fifth, starts)}
-    data = "{success: 0.5, demo: 0.5}" if rejects else "{online: 0.5, demo: 0.5}"
+    data = f"{{{'success' if rejects else 'online'}: 0.5, {shown}: 0.5}}"
     begins = "[update_value, update_advantage]" if way == "recap" else "[update_critic]"
     takes: dict[str, Any] = {"intervene": way == "hi-ors", "pace": "2.0", "start": "online.episodes >= 5"}
     if way == CONTROL:
-        bodies = [runs.training(until, "{demo: 1.0}", "[update_clone]", **fifths)]
+        bodies = [runs.training(until, f"{{{shown}: 1.0}}", "[update_clone]", **fifths)]
     elif rejects:
         bodies = [runs.practice(until, data, "[update]", **takes, **fifths)]
     else:
@@ -101,11 +118,11 @@ def values_led(folder: Path) -> dict[str, float]:
     return found
 
 
-def minutes(cell: Cell) -> str:
-    """Return the minutes of practice until the first fifth after which 90 % succeed; `-`: none."""
+def steps(cell: Cell) -> str:
+    """Return the steps of practice until the first fifth after which 90 % succeed; `-`: none."""
     good = (fifth for fifth, count in enumerate(cell["successes"]) if count >= 0.9 * cell.get("starts", 50))
     at = next(good, None)
-    return "-" if at is None else f"{cell['env_steps'] / FPS / 60 * at / FIFTHS:.1f}"
+    return "-" if at is None else f"{cell['env_steps'] * at // FIFTHS:,}"
 
 
 def values_told(rows: Rows, _: Namespace) -> Iterator[str]:
@@ -176,10 +193,10 @@ def dataset_told(rows: Rows, _: Namespace) -> Iterator[str]:
 
 STUDIES = {
     "improve": Study(
-        improved, {"demonstrations": 3, "cloned": 1000, "updates": 10000, "starts": 50},
+        improved, {"task": ARM, "demonstrations": 3, "cloned": 1000, "updates": 10000, "starts": 50},
         ways={way: {"way": way} for way in WAYS}, control=CONTROL, notes=values_told,
         columns=lambda _: {**each(["clone"]), "at the end": last},
-        more={"rows that the operator drove": lambda cell: cell["driven_by_the_operator"], "minutes to 90 %": minutes},
+        more={"rows that the operator drove": lambda cell: cell["driven_by_the_operator"], "steps to 90 %": steps},
     ),
     "offline": Study(
         offline, {"demonstrations": 3, "episodes": 400, "updates": 6000, "starts": 50},

@@ -12,12 +12,13 @@ log = logging.getLogger(__name__)
 
 
 class Task(gymnasium.Env[Array, Array]):
-    """Make `repeat` simulator steps with each action. Its reward is their sum, and info says `success`.
+    """Make `repeat` simulator steps with each action. Its reward is the sum of theirs, and info says `success`.
 
     task: a name of Meta-World 3, such as door-close-v3. The goal can be seen, and each reset draws goal and objects
     anew, from its seed alone.
     steps: of an episode, in actions; then it is truncated. Success at its last step counts.
-    ends: an episode ends with its first success.
+    ends: an episode ends with its first success. Its reward is then 1 in that step, and 0 elsewhere: the simulator's
+        are positive before it, so that who succeeds sooner would get less.
 
     `name` is that of the task, `seen` what was observed last, and `reward` what the last simulator step gave.
 
@@ -49,7 +50,8 @@ class Task(gymnasium.Env[Array, Array]):
                 break
         self._done += 1
         is_over = is_over or self._done >= self._steps
-        return self.seen, total, self._ends and success, is_over, {"success": success}
+        reward = float(success) if self._ends else total
+        return self.seen, reward, self._ends and success, is_over, {"success": success}
 
     def close(self) -> None:
         self._world.close()
