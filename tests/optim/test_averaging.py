@@ -68,10 +68,11 @@ def trained(folder, rank):
         sent.clear()
         for part in range(2):
             optimizer.step(optimizer.forward(rows_of(step, part, rank), rank))
+    steps = [*sent]
     given = world.scatter([{"rows": rows_of(9, 0, each), "names": [str(each)]} for each in (0, 1)] if rank == 0 else ())
     joined, least = world.joined(given["rows"]), world.least(torch.tensor([rank, -rank]))
     told = given, joined, least
-    torch.save([optimizer.module.state_dict(), list(optimizer.state_dict()["states"].values()), sent, told],
+    torch.save([optimizer.module.state_dict(), list(optimizer.state_dict()["states"].values()), steps, told],
                folder / f"{rank}.pt")  # fmt: skip
     os._exit(0)  # as the launcher's ranks: the threads of gloo do not survive an orderly end
 
