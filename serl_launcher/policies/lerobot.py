@@ -197,7 +197,7 @@ class LeRobotPolicy(PartlyFrozen, ScaledPolicy):
     @torch.no_grad()
     def _continued(self, given: dict[str, Any], noise: Tensor, *, prefix: Prefix) -> Tensor:
         """Do what `_chunk` does, guided by what is left of the old chunk [B, H, A], by lerobot's own RTC. It has one
-        delay and horizon for a whole batch, so each row is asked for alone."""
+        delay for a whole batch, so each row is asked for alone."""
         self.inner.eval()
         chunks = []
         with _seeded(noise.double().sum().view(torch.int64), noise.device), self._guided():
@@ -205,8 +205,8 @@ class LeRobotPolicy(PartlyFrozen, ScaledPolicy):
             old = given.pop("action")
             for row, (committed, left) in enumerate(zip(prefix.committed.tolist(), prefix.left.tolist(), strict=True)):
                 one = {name: value[row : row + 1] for name, value in given.items() if isinstance(value, Tensor)}
-                words = {"inference_delay": committed, "execution_horizon": left}
-                words |= {"prev_chunk_left_over": old[row : row + 1, :left] if left else None}
+                before = old[row : row + 1, :left] if left else None
+                words = {"inference_delay": committed, "prev_chunk_left_over": before}
                 chunks.append(self.inner.predict_action_chunk(one, noise=noise[row], **words))
         return self._actions(torch.cat(chunks))
 

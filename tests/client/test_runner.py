@@ -309,15 +309,15 @@ def test_a_stop_is_obeyed_at_its_boundary_or_where_the_actor_would_wait_for_ever
 @pytest.mark.parametrize(
     ("mode", "limit", "lifted", "silent", "length"),
     [
-        ("collect", 7, True, (), 13),
+        ("collect", 7, True, (), 7),
         ("collect", 7, False, (), 7),
         ("collect", None, True, (8, 9, 10), 13),
         ("collect", None, True, range(8, 10_000), 7),
         ("evaluate", None, True, (8, 9, 10), 7),
     ],
-    ids=["its limit is gone", "its limit stays", "a slow answer", "no answer", "under evaluation"],
+    ids=["at a limit that is gone", "at a limit that stays", "a slow answer", "no answer", "under evaluation"],
 )
-def test_under_idle_an_episode_goes_on_to_its_end_unless_it_would_wait_for_ever(
+def test_under_idle_an_episode_that_waits_for_an_answer_goes_on_and_one_at_its_limit_ends(
     env, clock, spec, mode, limit, lifted, silent, length
 ):
     client, policy = WaitingClient(spec, clock, mode), Asked(spec)

@@ -215,7 +215,7 @@ class Theirs:
             now = {name: (value[:, 0] if self._has_time() else value)[row : row + 1] for name, value in seen.items()}
             given = self.pre({"task": [task[row]], **now, "action": prefix.action[row : row + 1]})
             old = given.pop("action")[0, :left] if left else None
-            words = {"inference_delay": committed, "prev_chunk_left_over": old, "execution_horizon": left}
+            words = {"inference_delay": committed, "prev_chunk_left_over": old}
             chunks.append(self.post(self.policy.predict_action_chunk(given, noise=noise[row : row + 1], **words)))
         return torch.cat(chunks)
 

@@ -326,7 +326,7 @@ class _Actor:
 
     def _called_off(self, episode: EpisodeState, waited: bool) -> bool:
         """Return True if the directive is over, and that ends the episode now: nothing is recorded yet, the person or a
-        newer directive says so, or this step waits and could wait for ever."""
+        newer directive says so, or this step waits, but for an answer that may still come."""
         newer = self._client.state.directive
         if episode.last is None or self._client.over == "stop":
             return self._way.is_over(self._directive)
@@ -337,8 +337,8 @@ class _Actor:
             return at_once
         if newer["mode"] == "stop" or self._directive["mode"] == "evaluate":
             return True  # the policy, or the weights under evaluation, may no longer be served
-        silent = episode.held > 0 and clock.monotonic() - episode.held_since > SILENCE
-        return newer["mode"] == "idle" and (silent or self._blocked(episode))
+        answers = episode.held > 0 and clock.monotonic() - episode.held_since <= SILENCE  # no limit, and no pause
+        return newer["mode"] == "idle" and not answers
 
     def _close(self, episode: EpisodeState) -> None:
         """End the episode if the operator or the environment says so, no action comes, or the outbox is full."""
