@@ -5,6 +5,7 @@ import importlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,9 @@ def config(kind: str, fields: Mapping[str, Any], options: Mapping[str, Any], fea
 
 def made(kind: str, config: Any) -> Any:
     """Build lerobot's policy."""
+    if torch.empty(0).is_meta:  # else pi0 goes from there to its config's device
+        config = copy(config)
+        config.device = "meta"
     try:
         policy = importlib.import_module("lerobot.policies.factory").get_policy_class(kind)(config)
     except (AttributeError, ImportError, OSError, ValueError, NotImplementedError) as error:

@@ -15,7 +15,7 @@ from serl_client.runner import ROOM_PATIENCE
 from serl_client.starts import evaluation_seed, is_demonstrated, training_seed
 from serl_client.status import ActorStatus
 
-from tests.shared.actors import STATE, Chunks, CountingEnv, FakeClient, Keys, WaitingClient, run
+from tests.shared.actors import STATE, Asked, Chunks, CountingEnv, FakeClient, Keys, WaitingClient, run
 
 
 @pytest.fixture
@@ -26,25 +26,6 @@ def env(spec):
 @pytest.fixture
 def client(spec):
     return FakeClient(spec)
-
-
-class Asked(RandomPolicy):
-    """A policy that keeps what it was asked, and answers none of the `silent` calls."""
-
-    silent = ()
-
-    def __init__(self, spec):
-        super().__init__(spec, 0)
-        self.asked, self.begun = [], []
-
-    def begin(self, episode, directive, task):
-        self.begun.append(episode)
-        super().begin(episode, directive, task)
-
-    def act(self, observation, *, step, previous_action, reset):
-        self.asked.append((step, reset))
-        action = super().act(observation, step=step, previous_action=previous_action, reset=reset)
-        return None if len(self.asked) in self.silent else action
 
 
 def test_the_collector_leaves_aside_what_was_there_before_the_loop_and_only_during_it(env, client):
@@ -239,7 +220,7 @@ def test_stop_and_next_are_the_plans_to_decide(env, client):
     assert (client.commands, len(client.episodes)) == (["next", "stop"], 2)
 
 
-# -- room, pace and directives
+# -- room and pace
 
 
 def test_out_of_room_the_episode_is_cut_off_and_the_actor_goes_on_when_there_is_room(env, spec, clock):
@@ -286,76 +267,6 @@ def test_a_real_clock_is_never_paced(spec, client):
     client.state.step_limit = 0
     run(CountingEnv(spec, clock="real"), client)
     assert client.lengths == [13, 13]
-
-
-@pytest.mark.parametrize(
-    ("limit", "event", "boundary", "segments"),
-    [
-        (None, 1, "episode", [(5, False), (5, False), (3, True)]),
-        (None, 2, "now", [(5, False), (5, False), (1, True)]),
-        (7, "wait 3", "episode", [(5, False), (2, False)]),
-    ],
-    ids=["between two episodes", "now", "while it waits for permission"],
-)
-def test_a_stop_is_obeyed_at_its_boundary_or_where_the_actor_would_wait_for_ever(
-    env, client, limit, event, boundary, segments
-):
-    client.state.step_limit = limit
-    client.script = {event: lambda: client.direct("stop", number=2, boundary=boundary)}
-    run(env, client)
-    assert [(len(segment), segment.ends) for segment in client.segments] == segments
-
-
-@pytest.mark.parametrize(
-    ("mode", "limit", "lifted", "silent", "length"),
-    [
-        ("collect", 7, True, (), 7),
-        ("collect", 7, False, (), 7),
-        ("collect", None, True, (8, 9, 10), 13),
-        ("collect", None, True, range(8, 10_000), 7),
-        ("evaluate", None, True, (8, 9, 10), 7),
-    ],
-    ids=["at a limit that is gone", "at a limit that stays", "a slow answer", "no answer", "under evaluation"],
-)
-def test_under_idle_an_episode_that_waits_for_an_answer_goes_on_and_one_at_its_limit_ends(
-    env, clock, spec, mode, limit, lifted, silent, length
-):
-    client, policy = WaitingClient(spec, clock, mode), Asked(spec)
-    client.state.step_limit, policy.silent = limit, silent
-
-    def idle():
-        client.state.step_limit = None if lifted else limit
-        client.direct("idle", number=2)
-
-    client.script = {"wait 2": idle, "wait 300": lambda: client.direct("stop", number=3)}
-    run(env, client, controller=policy)
-    assert client.lengths == [length]
-
-
-def test_idle_stops_the_robot_and_the_stamp_tells_the_directive(env, client):
-    client.script = {
-        4: lambda: client.direct("idle", number=2),
-        "wait 2": lambda: client.direct("collect", number=3, phase="again"),
-    }
-    run(env, client)
-    stamps = [(episode.stamp.directive, episode.stamp.phase) for episode in client.episodes]
-    assert stamps == [(1, "practise"), (3, "again")]
-    assert env.stops == 2  # once for idle, once at the end
-    assert (client.reported["steps"], client.reported["episodes"], client.reported["mode"]) == (26, 2, "stop")
-
-
-def test_teleop_needs_an_operator(env, spec):
-    client, status, because = FakeClient(spec, "teleop"), ActorStatus(), []
-    client.state.directive["because"] = "it has no operator"
-    client.script = {"wait 2": lambda: (because.append(status.because), client.direct("stop", number=2))}
-    run(env, client, status=status)
-    assert (client.records, "teleop" in status.warning) == ([], True)
-    assert (because, status.because) == (["it has no operator"], "")
-    env, client = CountingEnv(spec, has_operator=True), FakeClient(spec, "teleop")
-    run(env, client)
-    assert (env.teleops, set(env.actions)) == ([True, True], {None})
-    assert client.episodes[0].intervened.all()
-    assert not client.episodes[0].chunk_start.any()
 
 
 # -- how it ends

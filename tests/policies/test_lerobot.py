@@ -1,6 +1,5 @@
 """Policies of lerobot, trained and run here, beside lerobot's own functions on the same weights and inputs."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,19 +8,15 @@ import pytest
 import safetensors.torch
 import torch
 from hydra.utils import instantiate
-from serl_client import ConfigError, Feature
+from serl_client import ConfigError
 
 from serl_launcher.algorithms.recap import DERIVED, POSITIVE
-from serl_launcher.networks.mlp import Normaliser
-from serl_launcher.policies import pi0_lerobot
-from serl_launcher.policies.relative import COLUMN
 from serl_launcher.training import build, memory
 from serl_launcher.types import Prefix, Window
 from tests.shared import lerobot_policies as small
 from tests.shared.common import STATE, free_port, until
-from tests.shared.lerobot_policies import SIDE, SPEC, TOP
+from tests.shared.lerobot_policies import FITTED, SIDE, SPEC, TOP, change
 from tests.shared.models import assert_same, batch, config_of
-from tests.shared.pi0 import randomise
 from tools import processes
 
 pytest.importorskip("lerobot", reason="the extra `data` is not installed: . examples/install.sh --extra data")
@@ -31,35 +26,6 @@ KINDS = [
     pytest.param(kind, marks=[pytest.mark.skipif(kind[:2] == "pi" and not NEWEST, reason="lerobot 0.6 on Python 3.12")])
     for kind in small.SMALL
 ]
-NAMES = ("pan", "lift", "flex", "gripper", "load")
-NAMED = replace(
-    SPEC, observation={**SPEC.observation, STATE: Feature((5,), names=NAMES)},
-    action=replace(SPEC.action, names=NAMES[:4]),
-)  # fmt: skip
-FITTED = {
-    kind: {STATE: torch.full((5,), value), **dict.fromkeys(("action", COLUMN), torch.full((4,), value))}
-    for kind, value in {"mean": 1.0, "std": 2.0, "low": -1.0, "high": 4.0, "q01": -1.0, "q99": 3.0}.items()
-}
-
-
-@pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    pytest.importorskip("num2words", reason="the extra `vla` is not installed: . examples/install.sh --extra vla")
-    small.language(folder := tmp_path_factory.mktemp("words"))
-    return folder
-
-
-@pytest.fixture
-def folder(words, tmp_path, monkeypatch):
-    """Makes the folder of a pretrained policy."""
-    if NEWEST:
-        small.shrink_pi(monkeypatch)
-    small.read_here(words, monkeypatch)
-
-    def made(kind, **options):
-        return small.pretrained(kind, tmp_path / kind, words, **options)
-
-    return made
 
 
 def ours(**options):
@@ -72,6 +38,11 @@ def rows(policy, **more):
     window = Window(policy.offsets)
     length = torch.tensor([window.horizon, 3, 1])
     return batch(SPEC, 3, window=window, length=length, task=small.TASKS, **more)
+
+
+def seen_first(batch):
+    """What is observed in the first step of each window."""
+    return {name: value[:, 0] for name, value in batch.observation.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,7 +76,7 @@ def test_loss_and_chunk_are_those_of_lerobot_and_what_is_saved_gives_them_there(
 def test_a_chunk_continues_the_old_one_as_lerobots_own_rtc_does_and_only_where_it_is_asked_to(kind, folder, tmp_path):
     policy, theirs = ours(path=str(folder(kind))), small.Theirs(tmp_path / kind)
     assert policy.continues == "guided"
-    seen = {name: value[:, 0] for name, value in rows(policy).observation.items()}
+    seen = seen_first(rows(policy))
     made = torch.Generator().manual_seed(5)
     noise = torch.randn(1, 3, *policy.noise_shape, generator=made)
     committed, left = torch.tensor([2, 1, 0]), torch.tensor([4, 3, 0])
@@ -129,7 +100,7 @@ def test_lerobots_policy_server_loads_what_is_saved_and_answers_us_the_same_chun
     pytest.importorskip("grpc", reason="the extra `vla` is not installed: . examples/install.sh --extra vla")
     policy = ours(path=str(folder(kind)))
     policy.save(saved := tmp_path / "saved")
-    seen = {name: value[:, 0] for name, value in rows(policy).observation.items()}
+    seen = seen_first(rows(policy))
     noise = torch.zeros(1, 3, *policy.noise_shape)
     chunk = policy.sample(seen, task=small.TASKS, noise=noise)[0]
 
@@ -156,7 +127,7 @@ def test_recap_tells_one_that_reads_words_what_was_good_and_acts_as_if_all_were(
     metrics = algorithm.update_policy(replace(drawn, extras={DERIVED: advantage}, intervened=person))
     assert told == [(small.TASKS[0], *good[1:])]
     assert metrics["loss"].isfinite()
-    seen = {name: value[:, 0] for name, value in drawn.observation.items()}
+    seen = seen_first(drawn)
     noise = torch.randn(1, 3, *algorithm.policy.noise_shape)
     acted, plain = (
         policy.sample(seen, task=words, noise=noise)
@@ -177,73 +148,6 @@ def test_the_memory_of_a_folders_policy_is_counted_before_it_is_trained(kind, fo
     assert "not counted" not in caplog.text
 
 
-@pytest.fixture
-def our_pi0(words, monkeypatch):
-    """Makes a small PI0 of ours with random weights and the tokenizer of lerobot's small ones."""
-    sizes = {"width": 32, "mlp": 64, "expert_width": 32, "expert_mlp": 64, "depth": 2, "heads": 8, "head_dim": 8}
-    known = {"gemma": {**sizes, "kv_heads": 1, "vocabulary": 300}, "horizon": 6, "width": 32, "resize": "plain"}
-    monkeypatch.setattr(pi0_lerobot, "VARIANTS", {(32, 64): "gemma_2b"})
-
-    def made(spec=SPEC, image=28, **options):
-        vision = {"width": 16, "depth": 1, "heads": 2, "mlp": 32, "patch": 14, "image": image}
-        make, own = instantiate(config_of("+policy=pi0_tiny", "head.steps=3").policy), {"vision": vision, **options}
-        policy = make(spec, tokenizer=str(words), prompt_tokens=48, **known, **own)
-        if "weights" not in options:
-            randomise(policy)
-            for module in (module for module in policy.modules() if isinstance(module, Normaliser)):
-                module.set_statistics(FITTED)
-        return policy
-
-    return made
-
-
-def chunks(policy, spec, saved):
-    """The chunk of our PI0, and that of lerobot's class of the folder `saved`, for the same images, state and noise."""
-    given = batch(spec, 3, window=Window(policy.offsets), task=small.TASKS)
-    seen = {name: value[:, 0] for name, value in given.observation.items()}
-    noise = torch.randn(1, 3, 6, 32, generator=torch.Generator().manual_seed(5))
-    chunk = policy.sample(seen, task=small.TASKS, noise=noise.unsqueeze(2))[0]
-    assert chunk.std(0).max() > 0.01
-    return chunk, small.Theirs(saved).chunk(given.observation, small.TASKS, noise[0]).clamp(-3, 3)
-
-
-@pytest.mark.skipif(not NEWEST, reason="lerobot 0.6 on Python 3.12")
-@pytest.mark.parametrize("scale", ["std", "range", "quantile"])
-def test_our_pi0_gives_the_same_chunk_in_lerobot(scale, folder, our_pi0, tmp_path, monkeypatch):
-    policy = our_pi0(scale=scale)
-    pi0_lerobot.save(policy, SPEC, tmp_path)
-    torch.testing.assert_close(*chunks(policy, SPEC, tmp_path), atol=1e-4, rtol=1e-4)
-    monkeypatch.setattr(pi0_lerobot, "VARIANTS", {})
-    with pytest.raises(ConfigError, match="has the sizes of policy=pi0 alone"):
-        pi0_lerobot.save(policy, SPEC, tmp_path)
-
-
-@pytest.mark.skipif(not NEWEST, reason="lerobot 0.6 on Python 3.12")
-def test_relative_chunks_are_those_of_lerobots_steps_there_and_back(folder, our_pi0, tmp_path):
-    arm = list(NAMES[:3])
-    policy = our_pi0(NAMED, scale="std", relative=arm)
-    pi0_lerobot.save(policy, NAMED, tmp_path)
-    ours, theirs = chunks(policy, NAMED, tmp_path)
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-    with pytest.raises(ConfigError, match=r"Say policy\.relative=\[pan,lift,flex\]"):
-        our_pi0(NAMED, scale="std", weights=str(tmp_path))
-    begun = our_pi0(NAMED, scale="std", weights=str(tmp_path), relative=arm)
-    torch.testing.assert_close(chunks(begun, NAMED, tmp_path)[0], theirs, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.skipif(not NEWEST, reason="lerobot 0.6 on Python 3.12")
-@pytest.mark.parametrize("lacks", [False, True], ids=["all cameras", "one absent"])
-@pytest.mark.parametrize("shape", [(56, 56, 3), (224, 224, 3), (480, 640, 3)], ids=str)
-def test_images_of_every_size_and_absent_cameras_are_seen_as_in_lerobot(shape, lacks, folder, our_pi0, tmp_path):
-    spec = replace(SPEC, observation={**SPEC.observation, **dict.fromkeys((SIDE, TOP), Feature(shape, "uint8"))})
-    policy = our_pi0(spec, image=224, scale="std")
-    pi0_lerobot.save(policy, spec, tmp_path)
-    if lacks:
-        features = json.loads((tmp_path / "config.json").read_text())["input_features"]
-        change(tmp_path, input_features={"observation.images.absent": features[TOP], **features})
-    torch.testing.assert_close(*chunks(policy, spec, tmp_path), atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.skipif(not NEWEST, reason="lerobot 0.6 on Python 3.12")
 def test_relative_actions_of_a_folder_are_lerobots_and_their_statistics_are_not_fitted(folder, tmp_path):
     there = folder("pi0", use_relative_actions=True)
@@ -251,9 +155,7 @@ def test_relative_actions_of_a_folder_are_lerobots_and_their_statistics_are_not_
     given = rows(policy)
     torch.testing.assert_close(policy(given)[0], theirs.loss(given), atol=1e-6, rtol=1e-5)
     noise = torch.randn(1, 3, *policy.noise_shape)
-    chunk = policy.sample(
-        {name: value[:, 0] for name, value in given.observation.items()}, task=small.TASKS, noise=noise
-    )
+    chunk = policy.sample(seen_first(given), task=small.TASKS, noise=noise)
     expected = theirs.chunk(given.observation, small.TASKS, noise[0, :, 0]).clamp(-3, 3)
     torch.testing.assert_close(chunk[0], expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(ConfigError, match=r"use_relative_actions: .* say policy\.path="):
@@ -308,8 +210,7 @@ def test_statistics_of_the_folder_stay_and_those_of_random_weights_are_fitted_an
     assert fresh.statistics.tensors()[TOP]["mean"].flatten().tolist() == pytest.approx([0.485, 0.456, 0.406])
     other = ours(type="act", options=small.ACT)
     other.load_published(fresh.published())
-    now = {name: value[:, 0] for name, value in rows(fresh).observation.items()}
-    assert torch.equal(other.sample(now), fresh.sample(now))
+    assert torch.equal(*(each.sample(seen_first(rows(fresh))) for each in (other, fresh)))
 
 
 def test_statistics_that_lerobot_kept_among_the_weights_are_read(folder):
@@ -339,11 +240,6 @@ def test_a_folder_without_statistics_gives_no_action_before_they_are_fitted(fold
     policy.statistics.set_statistics(FITTED)
     acts.load_published(policy.published())
     assert_same(acts.statistics.tensors(), policy.statistics.tensors())
-
-
-def change(folder, **fields):
-    described = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**described, **fields}))
 
 
 def feature(*shape):

@@ -137,6 +137,25 @@ class WaitingClient(FakeClient):
         super().wait(timeout)
 
 
+class Asked(RandomPolicy):
+    """A policy that keeps what it was asked, and answers none of the `silent` calls."""
+
+    silent = ()
+
+    def __init__(self, spec):
+        super().__init__(spec, 0)
+        self.asked, self.begun = [], []
+
+    def begin(self, episode, directive, task):
+        self.begun.append(episode)
+        super().begin(episode, directive, task)
+
+    def act(self, observation, *, step, previous_action, reset):
+        self.asked.append((step, reset))
+        action = super().act(observation, step=step, previous_action=previous_action, reset=reset)
+        return None if len(self.asked) in self.silent else action
+
+
 class Keys:
     """A person: {look: what was pressed before it}; there is a look after each reset and after each row.
 

@@ -4,6 +4,7 @@ them. **Assumed:** a real folder has other sizes, and tokenizers of 257,152 word
 import importlib
 import importlib.util
 import inspect
+import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from serl_launcher.policies.relative import COLUMN
 from tests.shared.common import STATE
 from tests.shared.models import robot
 
@@ -46,6 +48,10 @@ WORDS = (
     "<unk>", "<pad>", "<|im_start|>", "<end_of_utterance>", "<fake_token_around_image>", "<image>", "<global-img>",
     "pick", "the", "cube",
 )  # fmt: skip
+FITTED = {
+    kind: {STATE: torch.full((5,), value), **dict.fromkeys(("action", COLUMN), torch.full((4,), value))}
+    for kind, value in {"mean": 1.0, "std": 2.0, "low": -1.0, "high": 4.0, "q01": -1.0, "q99": 3.0}.items()
+}
 
 
 def language(folder):
@@ -229,3 +235,9 @@ class Theirs:
             for name, value in observation.items()
         }
         return found if self._has_time() else {name: value[:, 0] for name, value in found.items()}
+
+
+def change(folder, **fields):
+    """Change the config.json of a folder."""
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, **fields}))

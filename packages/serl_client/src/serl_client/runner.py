@@ -302,8 +302,7 @@ class _Actor:
         seen = episode.frames.newest(self._client.history)
         action = self._controller.act(seen, step=episode.recorder.steps, previous_action=previous, reset=episode.reset)
         if action is None:
-            if not episode.held:
-                episode.held_since = clock.monotonic()
+            episode.held_since = episode.held_since if episode.held else clock.monotonic()
             episode.held += 1
             self._status.driver = "WAITING"
         else:
