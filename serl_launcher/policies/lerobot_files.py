@@ -137,7 +137,7 @@ def made(kind: str, config: Any) -> Any:
     """Build lerobot's policy."""
     if torch.empty(0).is_meta:  # else pi0 goes from there to its config's device
         config = copy(config)
-        config.device = "meta"
+        vars(config)["device"] = "meta"
     try:
         policy = importlib.import_module("lerobot.policies.factory").get_policy_class(kind)(config)
     except (AttributeError, ImportError, OSError, ValueError, NotImplementedError) as error:

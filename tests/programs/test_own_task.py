@@ -1,8 +1,10 @@
-"""The page about an own task, as a reader follows it; and environments that raise, beside one that does not."""
+"""The pages about an own task and an own algorithm, as a reader follows them; and environments that raise."""
 
+import json
 import os
 import re
 import shlex
+import shutil
 
 import pytest
 from serl_client.errors import ConfigError
@@ -14,7 +16,11 @@ from tools import readme
 from tools.readme_words import SHORT
 
 pytestmark = pytest.mark.program
-PAGE = readme.read(ROOT / "docs/own_task.md")
+PAGE, ALGORITHM = (readme.read(ROOT / f"docs/own_{name}.md") for name in ("task", "algorithm"))
+FEW = [
+    "plan.phases.demonstrate.until=['demo.episodes >= 2']", "plan.phases.clone.until=['updates >= 20']",
+    "plan.phases.practise.start_when=null",
+]  # fmt: skip
 RUDE = '''
 import os, sys
 from pathlib import Path
@@ -56,9 +62,9 @@ gymnasium.register("Rude-v0", Rude, max_episode_steps=30)
 
 @pytest.fixture
 def programs(tmp_path):
-    """Programs of a reader who has written the page's file into a folder of their own."""
-    (file,) = [command for command in PAGE if command.file]
-    (tmp_path / file.file).write_text(file.text)
+    """Programs of a reader who has written the pages' files into a folder of their own."""
+    for file in (command for command in (*PAGE, *ALGORITHM) if command.file):
+        (tmp_path / file.file).write_text(file.text)
     (tmp_path / "rude.py").write_text(RUDE)
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     with Programs(tmp_path, environment={**os.environ, "PYTHONPATH": path}) as made:
@@ -81,6 +87,23 @@ def test_the_page_is_enough_for_a_task_of_ones_own(programs):
     assert (programs.run_dir / "summary.json").exists()
     programs.complete(words_of(evaluation), words_of(evaluation))
     assert (programs.run_dir / "evaluation.json").exists()
+
+
+@pytest.mark.slow
+def test_the_page_is_enough_for_an_algorithm_of_ones_own(programs, tmp_path, monkeypatch):
+    practice, again = [command for command in ALGORITHM if "./start.sh" in command.text]
+    programs.complete([*words_of(practice), *FEW], words_of(practice))
+    lines = map(json.loads, (programs.run_dir / "metrics.jsonl").read_text().splitlines())
+    assert any(0 < line["weight"] < 1 for line in lines if "weight" in line)
+    programs.complete([*words_of(again), *FEW], words_of(again))
+    assert "my_algorithm.Sooner" in (programs.run_dir / "config.yaml").read_text()
+
+    shutil.copytree(CONFIG, folder := tmp_path / "config")
+    (own,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/own_algorithm.md").read_text(), re.DOTALL)
+    (folder / "algo/my_algorithm.yaml").write_text(own)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = composed(folder, ["learner=true", "plan=hiors", "algo=my_algorithm", f"run_dir={tmp_path / 'other'}"]).algo
+    assert (found._target_, found.discount) == ("my_algorithm.Sooner", 0.98)
 
 
 @pytest.mark.parametrize(("word", "ours"), OTHERS.items())
