@@ -19,7 +19,7 @@ pytestmark = pytest.mark.program
 PAGE, ALGORITHM = (readme.read(ROOT / f"docs/own_{name}.md") for name in ("task", "algorithm"))
 FEW = [
     "plan.phases.demonstrate.until=['demo.episodes >= 2']", "plan.phases.clone.until=['updates >= 20']",
-    "plan.phases.practise.start_when=null",
+    "plan.phases.practise.start_when='online.episodes >= 1'",
 ]  # fmt: skip
 RUDE = '''
 import os, sys
