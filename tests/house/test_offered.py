@@ -235,7 +235,7 @@ def named() -> list[str]:
             name, _, value = word.partition("=")
             if re.fullmatch(r"[+~]?[a-z_]+(\.\w+)*", name) and name.lstrip("+~").partition(".")[0] in known and value:
                 found.append(word if "[" in word else word.rstrip("],"))
-    return sorted({word for word in found if "..." not in word and not word.startswith("task=my_")})
+    return sorted({word for word in found if "..." not in word and not word.startswith(("task=my_", "algo=my_"))})
 
 
 def homes(key: str) -> Iterator[list[str]]:
