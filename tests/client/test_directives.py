@@ -6,16 +6,6 @@ from serl_client.status import ActorStatus
 from tests.shared.actors import Asked, CountingEnv, FakeClient, WaitingClient, run
 
 
-@pytest.fixture
-def env(spec):
-    return CountingEnv(spec)
-
-
-@pytest.fixture
-def client(spec):
-    return FakeClient(spec)
-
-
 @pytest.mark.parametrize(
     ("limit", "event", "boundary", "segments"),
     [
@@ -26,11 +16,12 @@ def client(spec):
     ids=["between two episodes", "now", "while it waits for permission"],
 )
 def test_a_stop_is_obeyed_at_its_boundary_or_where_the_actor_would_wait_for_ever(
-    env, client, limit, event, boundary, segments
+    spec, limit, event, boundary, segments
 ):
+    client = FakeClient(spec)
     client.state.step_limit = limit
     client.script = {event: lambda: client.direct("stop", number=2, boundary=boundary)}
-    run(env, client)
+    run(CountingEnv(spec), client)
     assert [(len(segment), segment.ends) for segment in client.segments] == segments
 
 
@@ -46,7 +37,7 @@ def test_a_stop_is_obeyed_at_its_boundary_or_where_the_actor_would_wait_for_ever
     ids=["at a limit that is gone", "at a limit that stays", "a slow answer", "no answer", "under evaluation"],
 )
 def test_under_idle_an_episode_that_waits_for_an_answer_goes_on_and_one_at_its_limit_ends(
-    env, clock, spec, mode, limit, lifted, silent, length
+    clock, spec, mode, limit, lifted, silent, length
 ):
     client, policy = WaitingClient(spec, clock, mode), Asked(spec)
     client.state.step_limit, policy.silent = limit, silent
@@ -56,11 +47,12 @@ def test_under_idle_an_episode_that_waits_for_an_answer_goes_on_and_one_at_its_l
         client.direct("idle", number=2)
 
     client.script = {"wait 2": idle, "wait 300": lambda: client.direct("stop", number=3)}
-    run(env, client, controller=policy)
+    run(CountingEnv(spec), client, controller=policy)
     assert client.lengths == [length]
 
 
-def test_idle_stops_the_robot_and_the_stamp_tells_the_directive(env, client):
+def test_idle_stops_the_robot_and_the_stamp_tells_the_directive(spec):
+    env, client = CountingEnv(spec), FakeClient(spec)
     client.script = {
         4: lambda: client.direct("idle", number=2),
         "wait 2": lambda: client.direct("collect", number=3, phase="again"),
@@ -72,8 +64,8 @@ def test_idle_stops_the_robot_and_the_stamp_tells_the_directive(env, client):
     assert (client.reported["steps"], client.reported["episodes"], client.reported["mode"]) == (26, 2, "stop")
 
 
-def test_teleop_needs_an_operator(env, spec):
-    client, status, because = FakeClient(spec, "teleop"), ActorStatus(), []
+def test_teleop_needs_an_operator(spec):
+    env, client, status, because = CountingEnv(spec), FakeClient(spec, "teleop"), ActorStatus(), []
     client.state.directive["because"] = "it has no operator"
     client.script = {"wait 2": lambda: (because.append(status.because), client.direct("stop", number=2))}
     run(env, client, status=status)
