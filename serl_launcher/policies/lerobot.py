@@ -30,6 +30,7 @@ from serl_launcher.networks.mlp import SMALLEST_STD, ActionScale, Normaliser, St
 from serl_launcher.policies import lerobot_files as files
 from serl_launcher.policies.base import ScaledPolicy
 from serl_launcher.policies.frozen import PartlyFrozen
+from serl_launcher.policies.prefix import Rows
 from serl_launcher.types import Batch, Metrics, Observation, Prefix
 
 log = logging.getLogger(__name__)
@@ -176,7 +177,9 @@ class LeRobotPolicy(PartlyFrozen, ScaledPolicy):
             given |= {"action": prefix.action}
             ask = partial(self._continued, prefix=prefix)
         chunks = torch.stack([ask(dict(given), each) for each in noise]).clamp(self.low, self.high)
-        return chunks if prefix is None else torch.where(_committed(prefix), prefix.action, chunks)
+        if prefix is None:
+            return chunks
+        return Rows(prefix.action, prefix.action, prefix.committed, prefix.left).kept(chunks)
 
     @torch.no_grad()
     def _chunk(self, given: dict[str, Any], noise: Tensor) -> Tensor:
@@ -358,12 +361,6 @@ def _drawn(weight: Tensor) -> Tensor:
     share = weight.double().cumsum(0) / weight.double().sum().clamp_min(1e-300)
     middle = (torch.arange(len(weight), device=weight.device, dtype=torch.float64) + 0.5) / len(weight)
     return torch.searchsorted(share, middle).clamp_max(len(weight) - 1)
-
-
-def _committed(prefix: Prefix) -> Tensor:
-    """Return which actions the robot executes whatever the answer -> bool [B, H, 1]."""
-    rows = torch.arange(prefix.action.shape[1], device=prefix.committed.device)
-    return (rows < prefix.committed.unsqueeze(1)).unsqueeze(-1)
 
 
 def _padded(batch: Batch) -> Tensor:
