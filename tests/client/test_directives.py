@@ -51,6 +51,19 @@ def test_under_idle_an_episode_that_waits_for_an_answer_goes_on_and_one_at_its_l
     assert client.lengths == [length]
 
 
+def test_the_number_of_an_episode_that_was_called_off_before_its_first_row_goes_to_the_next_one(clock, spec):
+    client, policy = WaitingClient(spec, clock, "collect"), Asked(spec)
+    policy.silent = range(14, 17)  # the first three questions of the second episode
+    client.script = {
+        "wait 2": lambda: client.direct("idle", number=2),
+        "wait 4": lambda: client.direct("collect", number=3),
+    }
+    run(CountingEnv(spec), client, controller=policy, episodes=3)
+    assert [episode.episode.rpartition("-")[2] for episode in client.episodes] == ["000000", "000001", "000002"]
+    assert len(policy.begun) == 4
+    assert client.reported["episodes"] == 3
+
+
 def test_idle_stops_the_robot_and_the_stamp_tells_the_directive(spec):
     env, client = CountingEnv(spec), FakeClient(spec)
     client.script = {

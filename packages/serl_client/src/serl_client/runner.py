@@ -219,8 +219,8 @@ class _Actor:
     def _row(self, episode: EpisodeState) -> None:
         goes_on, waited, action = self._action(episode)
         if not goes_on:
-            self._cut_off(episode)
-            return
+            self._status.episodes -= episode.last is None and not episode.is_back  # its number goes to the next one
+            return self._cut_off(episode)
         sent = clock.monotonic()
         is_gap = self._is_real and (waited or sent - episode.observed > GAP / self._env.spec.fps)
         step = self._env.step(action)
