@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -91,6 +91,17 @@ class Algorithm(nn.Module, ABC):
     @property
     def optimizers(self) -> dict[str, Optimizer]:
         return {name: item for name, item in vars(self).items() if isinstance(item, Optimizer)}
+
+    @property
+    def unkept(self) -> list[str]:
+        """Names of attributes that learn, and that its state_dict lacks: torch's optimisers, plain lists of modules."""
+        learns = (nn.Module, Optimizer, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+
+        def members(value: Any) -> Iterable[Any]:
+            return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+
+        own = vars(self).keys() - vars(nn.Module()).keys() - self.optimizers.keys()
+        return sorted(name for name in own if any(isinstance(each, learns) for each in members(vars(self)[name])))
 
     def only_acting(self) -> None:
         """Delete what `act` does not need: the optimisers, and all networks but the acting one. Training is no longer

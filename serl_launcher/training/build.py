@@ -44,10 +44,18 @@ def device_of(config: DictConfig) -> str:
 def build(config: DictConfig, spec: Spec, origin: Origin | None = None) -> Algorithm:
     """Build the config's algorithm for this Spec, with what another run has learned, if that is its origin.
 
-    Raises ConfigError for an option that the algorithm does not have, and for an origin with other networks.
+    Raises ConfigError for an option that the algorithm does not have, for a part of it that no checkpoint would keep,
+    and for an origin with other networks.
     """
     make = factory(config, "algo", spec)
-    return origin.begun(make, spec) if origin else make(spec)
+    algorithm = origin.begun(make, spec) if origin else make(spec)
+    if unkept := algorithm.unkept:
+        raise ConfigError(
+            f"no checkpoint would keep {', '.join(unkept)} of {type(algorithm).__name__}: an optimiser must be an "
+            "Optimizer of serl_launcher/optim/optimizer.py, one an attribute; of several modules make an nn.ModuleList "
+            "or nn.ModuleDict"
+        )
+    return algorithm
 
 
 def untrained(config: DictConfig, spec: Spec) -> Callable[[], Algorithm]:

@@ -3,8 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 from serl_client import ConfigError, Feature
+from torch import nn
 
+from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.training.build import build
 from tests.shared.common import STATE
 from tests.shared.lerobot_policies import ACT_WORD
 from tests.shared.models import algorithm_of, robot
@@ -85,3 +90,28 @@ ROBOTS = [
 def test_what_cannot_be_is_refused_with_what_to_say(words, spec, sentence):
     with pytest.raises(ConfigError, match=sentence):
         algorithm_of(spec, *words.split())
+
+
+class Forgetful(Algorithm):
+    """Its layer is kept. Of its other parts, those that `holds` names learn, and no checkpoint would keep them."""
+
+    acting = None
+
+    def __init__(self, spec, holds):
+        super().__init__()
+        self.layer, self.names = nn.Linear(2, 2), ["no part that learns"]
+        adam = torch.optim.Adam(self.layer.parameters())
+        parts = {
+            "adam": adam, "decay": torch.optim.lr_scheduler.ConstantLR(adam), "both": {"actor": adam},
+            "critics": [nn.Linear(2, 2), nn.Linear(2, 2)],
+        }  # fmt: skip
+        for name in holds:
+            setattr(self, name, parts[name])
+
+
+@pytest.mark.parametrize("holds", [("adam",), ("adam", "decay"), ("both", "critics")], ids=str)
+def test_a_part_that_learns_and_that_no_checkpoint_keeps_is_refused(holds):
+    algo = {"_target_": f"{__name__}.Forgetful", "_partial_": True, "holds": list(holds)}
+    with pytest.raises(ConfigError, match=f"keep {', '.join(holds)} of Forgetful: .*optimizer.py, .* nn.ModuleList"):
+        build(OmegaConf.create({"algo": algo}), PLAIN)
+    assert not build(OmegaConf.create({"algo": {**algo, "holds": []}}), PLAIN).unkept

@@ -220,11 +220,11 @@ class _Actor:
         goes_on, waited, action = self._action(episode)
         if not goes_on:
             self._status.episodes -= episode.last is None and not episode.is_back  # its number goes to the next one
-            return self._cut_off(episode)
+            self._cut_off(episode)
+            return
         sent = clock.monotonic()
         is_gap = self._is_real and (waited or sent - episode.observed > GAP / self._env.spec.fps)
-        step = self._env.step(action)
-        observed = self._ticks.observed()
+        step, observed = self._env.step(action), self._ticks.observed()
         version = 0 if episode.teleop else self._controller.version
         stamp = Stamp(self._directive["number"], self._directive["phase"], version)
         is_policys = action is not None and not step.intervened
