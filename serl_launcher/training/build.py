@@ -51,9 +51,9 @@ def build(config: DictConfig, spec: Spec, origin: Origin | None = None) -> Algor
     algorithm = origin.begun(make, spec) if origin else make(spec)
     if unkept := algorithm.unkept:
         raise ConfigError(
-            f"no checkpoint would keep {', '.join(unkept)} of {type(algorithm).__name__}: an optimiser must be an "
-            "Optimizer of serl_launcher/optim/optimizer.py, one an attribute; of several modules make an nn.ModuleList "
-            "or nn.ModuleDict"
+            f"no checkpoint would keep {', '.join(unkept)} of {type(algorithm).__name__}: give it an Optimizer of "
+            "serl_launcher/optim/optimizer.py, one an attribute, and make an nn.ModuleList or nn.ModuleDict of several "
+            "modules"
         )
     return algorithm
 
