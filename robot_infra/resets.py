@@ -78,7 +78,7 @@ def resets_of(env: Env, reset: str, patience: int | None) -> KeptScene | None:
     if (reset in (OTHER_TASK, POLICY)) != (len(turns) > 1):
         raise ConfigError(
             f"reset={reset}: this env has {len(turns) or 'no'} tasks of its own. Say reset={OTHER_TASK} or "
-            f"{POLICY} where it has two, each the other's start, and nowhere else (docs/robots.md)"
+            f"{POLICY} where it has two, each the other's start, and nowhere else (docs/guides/robots.md)"
         )
     if reset not in KEPT:
         return None
@@ -91,5 +91,5 @@ def resets_of(env: Env, reset: str, patience: int | None) -> KeptScene | None:
     if not isinstance(env, RobotEnv) or not isinstance(arm, GuardedRobot):
         raise ConfigError(f"reset={reset}: this task has no arm that a guard could drive home")
     if reset == WAYPOINTS and not arm.waypoints:
-        raise ConfigError(f"reset={reset}: say through which poses, by task.env.waypoints (docs/robots.md)")
+        raise ConfigError(f"reset={reset}: say through which poses, by task.env.waypoints (docs/guides/robots.md)")
     return ReturnedScene(env, patience) if reset == POLICY else KeptScene(env, patience)

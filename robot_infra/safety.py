@@ -20,8 +20,8 @@ def check_guarded(robot: Robot, clock: str, fps: float) -> None:
     elif not getattr(robot, "is_simulated", False):
         raise ConfigError(
             f"{type(robot).__name__} has no guard, so nothing would hold it if this process ended: derive a driver "
-            "from robot_infra.drivers.arm.Arm, and give RobotEnv a GuardedRobot with its name (docs/robots.md); a "
-            "simulation says is_simulated = True"
+            "from robot_infra.drivers.arm.Arm, and give RobotEnv a GuardedRobot with its name (docs/guides/robots.md); "
+            "a simulation says is_simulated = True"
         )
 
 

@@ -52,7 +52,7 @@ def denied(error: PermissionError) -> str:
                 break
             return (
                 f"you may not use {place}: {path} is of user {user}, who alone may change it, and can let a group "
-                "read a run (share=GROUP, docs/security.md)"
+                "read a run (share=GROUP, docs/guides/security.md)"
             )
     return str(error)
 

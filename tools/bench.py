@@ -11,7 +11,7 @@ weights      how fast weights reach several receivers
 pi0          how fast PI0 answers and is trained, beside what the machine allows
 beside       what the acknowledgements of actors wait for, beside an attacker who has a valid key or a crowd of browsers
 
-Each prints its section of docs/benchmarks.md.
+Each prints its section of docs/evidence/benchmarks.md.
 """
 
 import argparse

@@ -5,11 +5,11 @@ tools/keys.py make NAME --role actor|operator|viewer   a key for one robot PC or
 tools/keys.py list                                     who has one, and who is refused
 tools/keys.py revoke NAME                              it is refused from its next message on, for good
 tools/keys.py unban NAME                                it is banned for its bad messages: let it in at once
-tools/keys.py api NAME                                  its Api-Key, for a client of openpi (docs/openpi.md)
-tools/keys.py page NAME --role operator|viewer          a key for the page in a browser alone (docs/page.md)
+tools/keys.py api NAME                                  its Api-Key, for a client of openpi (docs/guides/openpi.md)
+tools/keys.py page NAME --role operator|viewer          a key for the page in a browser alone (docs/guides/page.md)
 
 --keys KEYS is the folder (default: keys). An actor appends records and asks for actions; an operator may steer the
-plan and label any episode besides; a viewer sees the status. See docs/security.md.
+plan and label any episode besides; a viewer sees the status. See docs/guides/security.md.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Writes docs/map.md, "Where do I change X": the first sentence of each file, room by room."""
+"""Writes docs/reference/map.md, "Where do I change X": the first sentence of each file, room by room."""
 
 import argparse
 import ast
@@ -17,11 +17,11 @@ CLIENT = ROOT / "packages/serl_client/src/serl_client"
 SIDES = CLIENT, ROOT / "robot_infra", ROOT / "serl_launcher"
 FILES = sorted((path for side in SIDES for path in side.rglob("*.py")), key=lambda path: (path.parent, path.name))
 TOOLS = [*sorted((ROOT / "tools").glob("*.py")), ROOT / "examples/train.py"]
-PAGE = ROOT / "docs/map.md"
+PAGE = ROOT / "docs/reference/map.md"
 HEAD = """# Where do I change X
 
 Search this page for a word of your question, such as `wandb`, `camera` or `entropy`. `tools/map.py` writes it,
-from the first sentence of each file. [architecture.md](architecture.md) tells how the folders belong together.
+from the first sentence of each file. [architecture.md](../concepts/architecture.md) tells how the folders belong together.
 
 | settings | what they say | one of |
 |---|---|---|"""
@@ -85,7 +85,7 @@ def sentence(path: Path) -> str:
 
 
 def page() -> str:
-    """Return what docs/map.md should be."""
+    """Return what docs/reference/map.md should be."""
     lines = [HEAD]
     for name, text in SETTINGS.items():
         names = ", ".join(sorted(path.stem for path in (ROOT / "config" / name).glob("*.yaml")))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Shows a run in a browser, and takes an operator's orders: docs/page.md.
+"""Shows a run in a browser, and takes an operator's orders: docs/guides/page.md.
 
 tools/page.py RUN [--port PORT] [--host HOST --keys KEYS [--certificate FILE]]
 

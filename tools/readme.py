@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Gives every command of README.md and docs/*.md, as a reader would, and says which one fails.
+"""Gives every command of README.md and docs/, as a reader would, and says which one fails.
 
 readme.py             in a copy of this folder with the present .venv; what a page has not named yet is not importable
 readme.py --clean     in a clone without a .venv, where the pages' own commands install what they name (CI)
@@ -127,7 +127,7 @@ def _joined(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 def pages(root: Path) -> list[Path]:
-    return [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
 # -- giving them

@@ -5,8 +5,8 @@ reward.py RUN                  writes RUN/reward.html: precision, recall, calibr
                                success
 reward.py RUN --label OTHER    says of each episode of OTHER that nobody has judged what RUN's judge sees
 
-RUN is the folder of a run with plan=reward_classifier or plan=judge (docs/rewards.md); its learner may be serving. A
-row counts as claimed from the --threshold on, and an episode once --rows in succession are, as task.judge does it.
+RUN is a run's folder, with plan=reward_classifier or plan=judge (docs/guides/rewards.md); its learner may be serving.
+A row counts as claimed from the --threshold on, and an episode once --rows in succession are, as task.judge does it.
 
 The learner of OTHER must be running. An episode is a success if it is claimed, and a failure if no row comes to
 1 - threshold; of others nothing is said. A person's word overrules it at any time. Evaluations are left alone. A judge

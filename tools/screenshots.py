@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Takes the pictures of docs/page.md: the page of a run, on a screen and on a phone, and the run's report.
+"""Takes the pictures of docs/guides/page.md: the page of a run, on a screen and on a phone, and the run's report.
 
 tools/screenshots.py RUN [--out FOLDER]
 
@@ -27,6 +27,7 @@ CHROMIUM = "/usr/bin/chromium"
 OPTIONS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update")
 TOOL, PORT = Path(__file__).with_name("page.py"), 8087
 LINK = re.compile(r"https?://localhost:\d+/#\S+")
+PLACE = Path("docs/pictures")
 COLOURS = 256  # of a picture, so that it is small
 Scheme = Literal["light", "dark"]
 PICTURES: dict[str, tuple[tuple[int, int], Scheme]] = {  # {name: (width and height of the window, scheme)}
@@ -38,7 +39,7 @@ PICTURES: dict[str, tuple[tuple[int, int], Scheme]] = {  # {name: (width and hei
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the run's folder, on this machine")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="the folder of the pictures (docs)")
+    parser.add_argument("--out", type=Path, default=PLACE, help=f"the folder of the pictures ({PLACE})")
     options = parser.parse_args()
     if not shutil.which(CHROMIUM):
         raise ConfigError("chromium is missing: apt-get install chromium")

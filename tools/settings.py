@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Write docs/settings.md: each setting of config/ with its default, unit, meaning and reader.
+"""Write docs/reference/settings.md: each setting of config/ with its default, unit, meaning and reader.
 
 The meaning is a comment in the yaml: on the setting's own line, or in whole lines directly above it. The comment on a
 map of one line is for all of its settings, or for those that it names: `# speed: ...; jump: ...`. A setting needs none
@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-CONFIG, BASE, PAGE = ROOT / "config", ROOT / "config/base.yaml", ROOT / "docs/settings.md"
+CONFIG, BASE, PAGE = ROOT / "config", ROOT / "config/base.yaml", ROOT / "docs/reference/settings.md"
 NAMED = {"phases": "<phase>", **dict.fromkeys(("sources", "data"), "<source>"), "cameras": "<camera>"}
 NAMED |= dict.fromkeys(("limits", "home"), "<joint>")  # {map whose keys are free: what stands for a key}
 UNIT = re.compile(

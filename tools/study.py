@@ -16,6 +16,8 @@ from tools.studies import act, clones, curves, effort, hiors, improve, models, r
 from tools.studies.cells import Study, lines
 from tools.studies.runs import ROOT
 
+CELLS = ROOT / "docs/evidence/studies"
+
 MODULES = (act, clones, curves, effort, hiors, improve, models, reward, served)
 STUDIES: dict[str, Study] = {name: study for module in MODULES for name, study in module.STUDIES.items()}
 
@@ -40,7 +42,7 @@ def main() -> None:
             command.add_argument(option, type=kind, nargs=count, default=value, metavar="VALUE", help=f"({value})")
         command.add_argument("--finished", action="store_true", help="measure nothing: the table of what is finished")
         command.add_argument("--out", type=Path, default=Path(f"runs/{name}"), help=f"folder of the runs (runs/{name})")
-        command.add_argument("--results", type=Path, default=ROOT / f"docs/studies/{name}.jsonl", help="finished cells")
+        command.add_argument("--results", type=Path, default=CELLS / f"{name}.jsonl", help="finished cells")
         command.add_argument("words", nargs="*", help="words for every learner, after --")
     options = parser.parse_args()
     options.out = options.out.resolve()

@@ -40,7 +40,7 @@ def open_arm(driver: str, address: str, options: Mapping[str, Any]) -> Iterator[
         where = "give the full name of a class, whose folder PYTHONPATH names if it is not Retake's"
         raise ConfigError(f"the driver {driver!r} cannot be imported: {error}; {where}") from None
     if not (isinstance(kind, type) and issubclass(kind, Arm)):
-        raise ConfigError(f"the driver {driver} is no class derived from robot_infra.drivers.arm.Arm (docs/robots.md)")
+        raise ConfigError(f"the driver {driver} is no class of robot_infra.drivers.arm.Arm (docs/guides/robots.md)")
     make = cast(Callable[..., Arm], kind)
     own = {name: value for name, value in options.items() if name != "kinematics"}
     ports = {os.path.realpath(port) for port in _ports(options)} - _ours  # two grippers may be on one bus

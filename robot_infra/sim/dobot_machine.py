@@ -1,7 +1,7 @@
 """Simulates what a Dobot controller makes of commands: power, alarms, and joints that follow servo set points.
 
 It has no socket and no clock: dobot_controller.py puts it on the network. Source: as drivers/dobot_protocol.py. What
-docs/robots.md marks as assumed stands in no document.
+docs/guides/robots.md marks as assumed stands in no document.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Builds a real arm's environment from its yaml: driver, limits, cameras, devices, words (docs/robots.md)."""
+"""Builds a real arm's environment from its yaml: driver, limits, cameras, devices, words (docs/guides/robots.md)."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

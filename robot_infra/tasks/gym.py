@@ -223,7 +223,7 @@ def _make(env_id: str, options: Mapping[str, Any], wrap: Callable[[Any], Any]) -
         words = " ".join(str(error).split())
         cure = next((f": run `. examples/install.sh --extra {EXTRAS[name]}`" for name in EXTRAS if name in words), "")
         if not cure and isinstance(error, ModuleNotFoundError):
-            cure = ". Where it lies in a folder of yours, put that on PYTHONPATH (docs/own_task.md)"
+            cure = ". Where it lies in a folder of yours, put that on PYTHONPATH (docs/tutorials/own_task.md)"
         if ":" not in env_id and isinstance(error, gymnasium.error.UnregisteredEnv):
             cure = f" Say the module that registers it, too: task.env_id=my_module:{env_id}"
         raise ConfigError(f"gymnasium cannot make {env_id}: {words}{cure}") from None

@@ -1,4 +1,4 @@
-"""Makes what a person does at the operator's page (docs/page.md) one more device."""
+"""Makes what a person does at the operator's page (docs/guides/page.md) one more device."""
 
 from collections.abc import Mapping
 

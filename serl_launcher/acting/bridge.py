@@ -1,6 +1,6 @@
 """Serves robots that speak openpi's policy-server protocol (websockets), in the same batches as our own actors.
 
-Its sockets live on a thread of their own. openpi.py reads and writes the bytes; docs/openpi.md is for its users.
+Its sockets live on a thread of their own. openpi.py reads and writes the bytes; docs/guides/openpi.md is for its users.
 """
 
 import asyncio

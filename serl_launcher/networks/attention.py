@@ -3,7 +3,7 @@
 The heads that share are rows of one long query: so nothing is copied for each of them. Kernels read a mask as numbers
 that are added, and are fast where the number of keys is a multiple of ALIGNED: `bias` makes both once for all layers.
 Such a kernel leaves most of a GPU idle where few tokens look at many keys, as each step of PI0's sampler does: there,
-plain matrix products are faster (docs/gpu.md).
+plain matrix products are faster (docs/evidence/gpu.md).
 """
 
 import math

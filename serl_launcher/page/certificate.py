@@ -46,7 +46,7 @@ def opened(host: str, keys: Path | None, certificate: Path | None) -> Certificat
         raise ConfigError(
             f"page_host={host}: without keys the page is for this machine alone. Make one for each person with "
             "tools/keys.py page NAME --role operator, and say keys=keys; or leave page_host out, and go through SSH "
-            "(docs/page.md)"
+            "(docs/guides/page.md)"
         )
     try:
         if certificate is not None:

@@ -132,7 +132,7 @@ class Door:
         hosts, path = request.headers.get_all("Host"), request.path.partition("?")[0]
         names = (*LOOPBACK, *(self.certificate.names if self.certificate else ()))
         if len(hosts) != 1 or not _is_among(_name(hosts[0]), (*names, str(connection.local_address[0]))):
-            text = f"this page answers to {', '.join(names)}: open one of these, or come by ssh -L (docs/page.md)"
+            text = f"this page answers to {', '.join(names)}: open one of them, or use ssh -L (docs/guides/page.md)"
             return self._refuse("host", text)
         if path in (SOCKET, STREAM, SAY):
             return None if self._is_own(request, hosts[0]) else self._refuse("origin", "another site may not connect")

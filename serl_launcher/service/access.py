@@ -61,7 +61,7 @@ def check_address(address: str, keys: Path | None, option: str = "host") -> None
     if keys is None and not is_local(address):
         raise ConfigError(
             f"{option}={host}: without keys the learner listens on loopback only. Make a key for each robot PC with "
-            "tools/keys.py make NAME --role actor, and say keys=keys here (docs/security.md)"
+            "tools/keys.py make NAME --role actor, and say keys=keys here (docs/guides/security.md)"
         )
 
 

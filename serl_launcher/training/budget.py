@@ -1,6 +1,6 @@
 """Estimates the GPU memory of inference, and whether trainer and inference fit on one GPU together.
 
-CONTEXT and GRAPHS were measured on an H200 (docs/gpu.md); NCCL is believed: two GPUs were never at hand.
+CONTEXT and GRAPHS were measured on an H200 (docs/evidence/gpu.md); NCCL is believed: two GPUs were never at hand.
 """
 
 from collections.abc import Callable, Mapping

@@ -123,7 +123,7 @@ class Monitor:
             log.warning(
                 "%s does harm so far: without help its newest episodes succeed in %s, and at the first evaluation it "
                 "was %s. Stop it with tools/plan.py stop, and begin another run with more demonstrations, or with "
-                "plan=hiors, which imitates what has succeeded (docs/policies.md)", phase, alone, before,
+                "plan=hiors, which imitates what has succeeded (docs/guides/policies.md)", phase, alone, before,
             )  # fmt: skip
 
     def _warn_of_clipping(self, share: float) -> None:

@@ -15,8 +15,9 @@ MOST = 8  # actors that have left and are still named
 SAY_S = 5.0  # that a phase lacks an actor before the log says so: one that has just connected is not heard of before
 HOPE_S = 60.0  # that a phase waits for an actor that can do it where all actors are simulated, so nobody is there
 REMEDIES = {
-    "teleop": "start one that demonstrates, as with task.env.operator=keyboard task.env.clock=real (docs/people.md); "
-    "end the phase with n in an actor's terminal; or leave such phases out: task.has_operator=false for the learner",
+    "teleop": "start one that demonstrates, as with task.env.operator=keyboard task.env.clock=real "
+    "(docs/guides/people.md); end the phase with n in an actor's terminal; or leave such phases out: "
+    "task.has_operator=false for the learner",
     "collect": "start another one, simulated where actions are random (or let the plan say policy: trained)",
     "evaluate": "start the one that it is by, with its name=, or end the evaluation with n",
 }  # by the phase's mode

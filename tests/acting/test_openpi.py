@@ -1,6 +1,7 @@
 """openpi's clients ask the inference process: the same chunks as for our own, and nobody suffers from a hostile one.
 
-The client here is written from docs/openpi.md, which also says with which published one the chunks were compared.
+The client here is written from docs/guides/openpi.md. That page also says with which published one the chunks were
+compared.
 """
 
 import http.client

@@ -8,7 +8,7 @@ a big copy (bytes/s).
               weights, with --ranks processes: one for each GPU, or several on the CPU. Work counts the FLOPs of the
               loss and its gradient, without what `checkpointing` computes again. Several ranks replicate or shard
               (config/sharding); one way runs after the other, and a way that is too large is left out
-One H200 has run it (docs/gpu.md); several GPUs never have.
+One H200 has run it (docs/evidence/gpu.md); several GPUs never have.
 """
 
 import argparse

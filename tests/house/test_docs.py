@@ -20,11 +20,11 @@ from tests.shared.common import CONFIG, ROOT
 from tests.shared.dobots import address
 from tools import check_robot, readme
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = readme.pages(ROOT)
 
 
 def test_every_test_that_the_table_of_faults_names_exists():
-    rows = [line for line in (ROOT / "docs/faults.md").read_text().splitlines() if line.startswith("| ")][1:]
+    rows = [line for line in (ROOT / "docs/evidence/faults.md").read_text().splitlines() if line.startswith("| ")][1:]
     there = {
         name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
     }
@@ -44,7 +44,7 @@ def test_every_tool_and_page_that_a_document_names_exists(document):
 
 
 RUN = re.compile(r"(?:[A-Z]+=\S+ )*(?:\./start\.sh|\S+/run_(?:learner|actor)\w*\.sh)( .*)?")
-ITS_OWN = {"task=my_robot", "task=my_dobot"}  # docs/robots.md brings the yaml itself
+ITS_OWN = {"task=my_robot", "task=my_dobot"}  # docs/guides/robots.md brings the yaml itself
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_each_run_of_a_page_has_a_plan_that_holds(document, tmp_path):
 
 def test_the_robot_of_the_page_on_robots_moves_within_its_limits_after_somebody_has_said_ready(tmp_path, monkeypatch):
     """The page's code and yaml together, as a reader would copy them."""
-    text = (ROOT / "docs/robots.md").read_text()
+    text = (ROOT / "docs/guides/robots.md").read_text()
     (code,), (task, *_) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
     assert len(code.splitlines()) <= 30
     (tmp_path / "my_robot.py").write_text(code)
@@ -83,7 +83,7 @@ def test_the_robot_of_the_page_on_robots_moves_within_its_limits_after_somebody_
 
 @pytest.mark.slow
 def test_the_driver_and_the_yaml_of_that_page_pass_the_check_as_they_stand(tmp_path, monkeypatch):
-    text = (ROOT / "docs/robots.md").read_text()
+    text = (ROOT / "docs/guides/robots.md").read_text()
     (code,), (task, *_) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
     (tmp_path / "my_robot.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -98,7 +98,7 @@ def test_the_driver_and_the_yaml_of_that_page_pass_the_check_as_they_stand(tmp_p
 
 @pytest.mark.slow
 def test_the_two_tasks_and_waypoints_of_that_page_bring_its_robot_home(tmp_path, monkeypatch):
-    text = (ROOT / "docs/robots.md").read_text()
+    text = (ROOT / "docs/guides/robots.md").read_text()
     (code,), (task, *others) = (re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL) for kind in ("python", "yaml"))
     (tmp_path / "my_robot.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -125,7 +125,7 @@ def test_the_two_tasks_and_waypoints_of_that_page_bring_its_robot_home(tmp_path,
 @pytest.mark.slow
 def test_the_dobot_arm_of_that_page_is_checked_as_a_reader_would_against_a_simulated_controller(tmp_path, capfd):
     """Its own command in a process, and its yaml in a copy of config/."""
-    _, task, *_ = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/robots.md").read_text(), re.DOTALL)
+    _, task, *_ = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/guides/robots.md").read_text(), re.DOTALL)
     folder = shutil.copytree(CONFIG, tmp_path / "config")
     (folder / "task/my_dobot.yaml").write_text(task)
     host = address()
@@ -141,7 +141,9 @@ def test_the_dobot_arm_of_that_page_is_checked_as_a_reader_would_against_a_simul
     assert failed <= {"rate"}, capfd.readouterr().out  # which a busy machine may miss
 
 
-def test_the_first_page_is_short_and_every_other_one_is_one_click_from_it():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.split()) <= 1200
-    assert set(re.findall(r"\(docs/([\w-]+\.md)\)", text)) == {path.name for path in (ROOT / "docs").glob("*.md")}
+def test_the_first_page_is_short_and_every_other_one_is_two_clicks_from_it():
+    first, pages = (ROOT / "README.md").read_text(), ROOT / "docs"
+    assert len(first.split()) <= 1200
+    assert "(docs/index.md)" in first
+    named = re.findall(r"\]\(([\w/-]+\.md)\)", (pages / "index.md").read_text())
+    assert {*named} == {str(path.relative_to(pages)) for path in pages.rglob("*.md") if path.parent != pages}

@@ -29,6 +29,7 @@ from tests.shared.common import CONFIG, ROOT
 from tests.shared.here import start
 from tests.shared.lerobot_policies import ACT_WORD
 from tests.shared.policy_servers import still
+from tools import readme
 
 from .test_refusals import WHOLE
 
@@ -229,7 +230,7 @@ def named() -> list[str]:
     """The words `name=value` of README, docs and refusals that choose or set something of the config, each once."""
     known = set(OFFERED) | set(made().keys())
     found = [*WHOLE]
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in readme.pages(ROOT):
         code = re.findall(r"```(?:bash|text)?\n(.*?)```|```\w+\n.*?```|`([^`\n]+)`", page.read_text(), re.DOTALL)
         for word in shlex.split("\n".join(a or b for a, b in code).replace("'\"", "'"), comments=True):
             name, _, value = word.partition("=")

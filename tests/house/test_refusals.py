@@ -39,7 +39,7 @@ BY_HAND = re.compile(  # a verb that begins a clause, or that nothing needs to b
     re.IGNORECASE,
 )
 WORD = re.compile(r"(?<![\w.}/<-])([a-z_]+(?:\.(?:\w+|\{\}))*)=((?:\[[^]]*\]|[^\s,;:)`'\"\[])*)")
-COMMAND = re.compile(r"(tools/\w+\.py|examples/[\w/]+\.(?:py|sh)|docs/[\w-]+\.md)((?: (?:--)?[a-z]+\b)*)")
+COMMAND = re.compile(r"(tools/\w+\.py|examples/[\w/]+\.(?:py|sh)|docs/[\w/-]+\.md)((?: (?:--)?[a-z]+\b)*)")
 
 
 # -- the texts
@@ -114,7 +114,7 @@ WHOLE = sorted({  # words that a person may say as they stand: test_offered.py s
 
 def test_each_setting_that_a_refusal_names_is_there():
     """A short name, as in `algo=iql: ... beta=-1`, is the last part of one."""
-    settings = re.findall(r"^\| `([^`]+)`", (ROOT / "docs/settings.md").read_text(), re.MULTILINE)
+    settings = re.findall(r"^\| `([^`]+)`", (ROOT / "docs/reference/settings.md").read_text(), re.MULTILINE)
     settings += [path.name for path in CONFIG.iterdir() if path.is_dir()]
     missing = []
     for name, value in sorted(OURS):

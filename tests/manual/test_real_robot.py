@@ -1,4 +1,4 @@
-"""What only a real robot can show, with a person beside it: docs/manual.md. Nothing here runs without RETAKE_ROBOT."""
+"""What only a real robot can show, with a person beside it (docs/reference/manual.md). It needs RETAKE_ROBOT."""
 
 import os
 import shlex
@@ -21,7 +21,7 @@ SHOWN_S = 10.0  # within which a fault has to show
 @pytest.fixture(autouse=True)
 def _there_is_a_robot():
     if not WORDS:
-        pytest.skip("RETAKE_ROBOT names no robot: docs/manual.md")
+        pytest.skip("RETAKE_ROBOT names no robot: docs/reference/manual.md")
 
 
 def confirmed(question):

@@ -1,4 +1,4 @@
-"""A policy that lerobot knows is trained further here, and goes back to lerobot (docs/lerobot.md)."""
+"""A policy that lerobot knows is trained further here, and goes back to lerobot (docs/guides/lerobot.md)."""
 
 import json
 import os

@@ -16,7 +16,7 @@ from tools import readme
 from tools.readme_words import SHORT
 
 pytestmark = pytest.mark.program
-PAGE, ALGORITHM = (readme.read(ROOT / f"docs/own_{name}.md") for name in ("task", "algorithm"))
+PAGE, ALGORITHM = (readme.read(ROOT / f"docs/tutorials/own_{name}.md") for name in ("task", "algorithm"))
 FEW = [
     "plan.phases.demonstrate.until=['demo.episodes >= 2']", "plan.phases.clone.until=['updates >= 20']",
     "plan.phases.practise.start_when='online.episodes >= 1'",
@@ -99,7 +99,7 @@ def test_the_page_is_enough_for_an_algorithm_of_ones_own(programs, tmp_path, mon
     assert "my_algorithm.Sooner" in (programs.run_dir / "config.yaml").read_text()
 
     shutil.copytree(CONFIG, folder := tmp_path / "config")
-    (own,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/own_algorithm.md").read_text(), re.DOTALL)
+    (own,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/tutorials/own_algorithm.md").read_text(), re.DOTALL)
     (folder / "algo/my_algorithm.yaml").write_text(own)
     monkeypatch.syspath_prepend(tmp_path)
     found = composed(folder, ["learner=true", "plan=hiors", "algo=my_algorithm", f"run_dir={tmp_path / 'other'}"]).algo
@@ -108,7 +108,7 @@ def test_the_page_is_enough_for_an_algorithm_of_ones_own(programs, tmp_path, mon
 
 @pytest.mark.parametrize(("word", "ours"), OTHERS.items())
 def test_words_of_other_projects_that_the_page_names_are_refused_with_ours(word, ours, tmp_path):
-    assert f"`{word}`" in (ROOT / "docs/own_task.md").read_text()
+    assert f"`{word}`" in (ROOT / "docs/tutorials/own_task.md").read_text()
     for said in (f"{word}=1", f"+{word}=1"):
         with pytest.raises(ConfigError, match=re.escape(f"{said}: the config has no key ") + ".*" + re.escape(ours)):
             composed(CONFIG, ["learner=true", f"run_dir={tmp_path}", said])

@@ -1,4 +1,4 @@
-"""Whoever reads docs/operations.md, "I want to ...", says its words: each row of the table is done here as it stands.
+"""Whoever reads docs/guides/operations.md, "I want to ...", says its words: each row of the table is done as it stands.
 
 Numbers of steps and episodes are made smaller, and folders are those of the test.
 """
@@ -19,7 +19,7 @@ from tests.shared.tools import typed
 
 from .test_plan_runs import PRACTICE
 
-PAGE = (ROOT / "docs/operations.md").read_text()
+PAGE = (ROOT / "docs/guides/operations.md").read_text()
 TABLE = PAGE.partition("## I want to ...")[2].partition("\n### ")[0]
 ROWS = dict(re.findall(r"^\| ([^|]+) \| `([^|]+)` \| [^|]+ \|$", TABLE, re.MULTILINE))  # what one wants: what one says
 SMALLER = {"30000": "250", "5000": "120", "20000": "180", "eval_episodes=100": "eval_episodes=3"}
@@ -28,7 +28,7 @@ ELSEWHERE = {  # rows that another test does: where
         "tests/programs/test_run.py",
         "+plan.repeat={phases: [practise, evaluate], times: 3}",
     ),
-    "to begin with a dataset": ("docs/operations.md", ROWS["to begin with a dataset"].partition(" ")[2]),
+    "to begin with a dataset": ("docs/guides/operations.md", ROWS["to begin with a dataset"].partition(" ")[2]),
     "a newer version": ("tests/programs/test_old_run.py", "old_run.tar.xz"),
 }
 AS_PROGRAMS = {"more actors", "another number of GPUs", "to stop for lunch", "to throw a bad episode away",

@@ -335,7 +335,7 @@ def test_nobody_can_demonstrate(env):
     ],
 )
 def test_push_t_is_such_a_task(kind, names, monkeypatch):
-    pytest.importorskip("gym_pusht", reason="gym-pusht is not installed: docs/commands.md")
+    pytest.importorskip("gym_pusht", reason="gym-pusht is not installed: docs/reference/commands.md")
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     with GymEnv("gym_pusht:gym_pusht/PushT-v0", options={"obs_type": kind, "max_episode_steps": 3}) as env:
         first, again = env.reset(3), env.reset(3)

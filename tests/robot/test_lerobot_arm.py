@@ -389,7 +389,7 @@ def test_a_camera_of_a_plugin_gives_images_with_their_times():
 
 def test_the_page_on_lerobot_says_of_every_device_how_far_it_was_tried():
     packages = {"robots": "RobotConfig", "teleoperators": "TeleoperatorConfig", "cameras": "CameraConfig"}
-    page, known = (ROOT / "docs/lerobot.md").read_text().partition("### Every device")[2], set()
+    page, known = (ROOT / "docs/guides/lerobot.md").read_text().partition("### Every device")[2], set()
     for package, registry in packages.items():
         module = importlib.import_module(f"lerobot.{package}")
         for place in pkgutil.iter_modules(module.__path__, f"{module.__name__}."):

@@ -1,4 +1,4 @@
-"""A client of the learner's protocol, version 19, written from docs/protocol.md alone.
+"""A client of the learner's protocol, version 19, written from docs/reference/protocol.md alone.
 
 foreign_client.py ADDRESS NAME: pulls the newest weights, delivers one episode and prints one line of JSON. It keeps
 nothing of earlier lives.

@@ -1,4 +1,4 @@
-"""A client that was written from docs/protocol.md alone, on pyzmq, msgpack and xxhash, delivers to our server."""
+"""A client written from docs/reference/protocol.md alone, on pyzmq, msgpack and xxhash, delivers to our server."""
 
 import hashlib
 import json
@@ -49,7 +49,7 @@ def test_a_client_that_knows_the_page_alone_delivers_whole_episodes_in_two_lives
 
 
 def test_the_page_names_our_version():
-    assert f"The version is **{m.PROTOCOL[1]}**" in (ROOT / "docs/protocol.md").read_text()
+    assert f"The version is **{m.PROTOCOL[1]}**" in (ROOT / "docs/reference/protocol.md").read_text()
 
 
 def test_it_imports_nothing_of_ours():

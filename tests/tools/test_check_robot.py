@@ -176,7 +176,7 @@ def test_cameras_and_a_persons_devices_are_watched():
 
 @pytest.mark.slow
 def test_a_person_who_answers_is_led_through_the_tests_of_a_real_robot():
-    """On a task that stands for the robot; docs/manual.md has the command."""
+    """On a task that stands for the robot; docs/reference/manual.md has the command."""
     robot = "task=fake task.env.clock=real task.env.guard=true task.env.fps=4"
     words = ["-m", "pytest", "-q", "-m", "manual", "-s", "tests/manual", "-k", "looking or small or killed"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, env={**os.environ, "RETAKE_ROBOT": robot},

@@ -128,7 +128,7 @@ def test_a_run_without_two_evaluations_is_refused(run, tmp_path):
 
 
 def test_the_readme_shows_a_small_moving_picture_of_a_run():
-    path = ROOT / "docs/before_after.gif"
+    path = ROOT / "docs/pictures/before_after.gif"
     assert f"({path.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
     assert path.stat().st_size < 3_000_000
     with Image.open(path) as animation:

@@ -19,11 +19,13 @@ from tools.studies.cells import Cells, age, one_draw
 from tools.study import STUDIES
 
 PAGES = {
-    "learning": ["control", "pick_cube", "frozen"], "planning": ["planning", "planning_arm"], "verdicts": ["verdicts"],
-    "world-models": ["memory", "world_models"], "policies": ["improve", "offline"], "rewards": ["reward"],
-    "openpi": ["served"],
+    "evidence/learning": ["control", "pick_cube", "frozen"], "evidence/planning": ["planning", "planning_arm"],
+    "guides/verdicts": ["verdicts"], "evidence/world-models": ["memory", "world_models"],
+    "guides/policies": ["improve", "offline"], "guides/rewards": ["reward"], "guides/openpi": ["served"],
 }  # fmt: skip
-NUMBERS = {"hiors": ["hiors", "dobot_pnp", "dobot_left"], "policies": ["heads"], "robomimic": ["lift"]}
+NUMBERS = {
+    "evidence/hiors": ["hiors", "dobot_pnp", "dobot_left"], "guides/policies": ["heads"], "guides/robomimic": ["lift"],
+}  # fmt: skip
 
 
 def study(*words):
@@ -73,7 +75,7 @@ def test_a_study_goes_on_at_its_first_missing_cell_and_another_setting_is_anothe
 def test_a_page_has_every_line_of_its_studies_reports(page, tmp_path):
     text = (ROOT / f"docs/{page}.md").read_text()
     lines = [line for name in PAGES[page] for line in finished(name, tmp_path).splitlines()]
-    lines = [line for line in lines if page != "policies" or line.startswith("|")]
+    lines = [line for line in lines if page != "guides/policies" or line.startswith("|")]
     assert len(lines) > 3
     assert [line for line in lines if line not in text] == []
 
@@ -92,13 +94,13 @@ def test_a_page_has_every_number_of_its_studies_tables(page, tmp_path):
             assert all(share in text for share in shares)
         (age,) = [line for line in finished(name, tmp_path).splitlines() if line.startswith("Measured ")]
         assert age in text
-    if page == "hiors":
+    if page == "evidence/hiors":
         assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 def test_each_cell_says_when_and_by_what_code_it_was_measured_or_that_this_is_lost():
     """The report says so, too, and the pages have each line of it."""
-    files = sorted((ROOT / "docs/studies").glob("*.jsonl"))
+    files = sorted((ROOT / "docs/evidence/studies").glob("*.jsonl"))
     cells = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     assert len(cells) > 100
     assert all(len(cell["date"]) == 10 and ("digest" in cell or cell["history"] == "lost") for cell in cells)

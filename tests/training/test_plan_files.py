@@ -78,7 +78,7 @@ def test_the_tool_shows_the_timeline_of_a_plan_or_a_file():
 def test_the_plan_on_the_page_of_commands_is_shown_with_its_rounds_and_the_evaluation_within_one(tmp_path):
     """As a file of the page's name in config/plan."""
     (text,) = re.findall(
-        r"```yaml\n# config/plan/(rounds\.yaml.*?)```", (ROOT / "docs/commands.md").read_text(), re.DOTALL
+        r"```yaml\n# config/plan/(rounds\.yaml.*?)```", (ROOT / "docs/reference/commands.md").read_text(), re.DOTALL
     )
     folder = Path(shutil.copytree(CONFIG, tmp_path / "config"))
     (folder / "plan/rounds.yaml").write_text(f"# {text}")

@@ -124,7 +124,7 @@ class WatchedArm(Arm):
             self._note(error=str(error))
             raise
         except NotImplementedError:
-            self._fail(f"{name}() is not written: docs/robots.md and robot_infra/drivers/arm.py say what it does")
+            self._fail(f"{name}() is not written: docs/guides/robots.md, robot_infra/drivers/arm.py say what it does")
         except Exception as error:  # a driver may raise anything
             cure = "mend that line; or if the arm failed, raise RobotFault there"
             self._fail(f"{name}() raised {explained(error)}: {cure}")

@@ -21,7 +21,7 @@ PLAIN = ["algo=rejection_lerobot", "algo.idle_filter.threshold=0", "batch_size=8
 
 
 def act(cell: Namespace) -> Mapping[str, Any]:
-    """Does an ACT learn here what it learns from lerobot-train, and do takeovers add to it? (docs/lerobot.md)
+    """Does an ACT learn here what it learns from lerobot-train, and do takeovers add to it? (docs/guides/lerobot.md)
 
     A draw is a seed with its own --demonstrations on sim_arm_pixels.
     act      lerobot-train makes --updates on the exported demonstrations, the control; Retake makes as many on the

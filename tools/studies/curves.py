@@ -43,7 +43,7 @@ UPDATES = (3000, 3000, 6000)  # of the verdicts, before each evaluation; two for
 
 
 def control(cell: Namespace) -> Mapping[str, Any]:
-    """SAC, or a small TD-MPC2, on tasks of two suites, from states (docs/learning.md, docs/planning.md).
+    """SAC, or a small TD-MPC2, on tasks of two suites, from states (docs/evidence/: learning.md, planning.md).
 
     control          algo=sac with the networks of its paper and two numbers of DrQ (Kostrikov et al. 2020, arXiv
                      2004.13649); batches of 256, one update per step
@@ -110,7 +110,7 @@ def beside_published(rows: Rows, options: Namespace) -> Iterator[str]:
 
 
 def pick_cube(cell: Namespace) -> Mapping[str, Any]:
-    """RLPD picks up gym-hil's cube, placed at random, from 20 demonstrations of its script, by seed (docs/learning.md).
+    """RLPD picks up gym-hil's cube, placed at random, from 20 demonstrations of its script (docs/evidence/learning.md).
 
     algo=rlpd as it is, and nobody takes over. After --at thousand steps of practice each, the policy acts on the same
     --starts starts. The goal is 24 of 30 in the mean, after 10 thousand steps. Needs the extra `hil`.
@@ -123,7 +123,7 @@ def pick_cube(cell: Namespace) -> Mapping[str, Any]:
 
 
 def frozen(cell: Namespace) -> Mapping[str, Any]:
-    """RLPD picks up the arm's block from two cameras, through a frozen ResNet18 with random weights (docs/learning.md).
+    """RLPD picks up the arm's block from two cameras, through a frozen random ResNet18 (docs/evidence/learning.md).
 
     20 demonstrations of the script on sim_arm_pixels, then practice, one update per step, all settings of rlpd_pixels.
     After --at thousand steps each, the policy acts on --starts distinct starts.
@@ -142,7 +142,7 @@ def frozen(cell: Namespace) -> Mapping[str, Any]:
 
 
 def verdicts(cell: Namespace) -> Mapping[str, Any]:
-    """Does RLPD learn from a person's verdicts alone what it learns from a judge? On sim_arm (docs/verdicts.md).
+    """Does RLPD learn from a person's verdicts alone what it learns from a judge? On sim_arm (docs/guides/verdicts.md).
 
     The judge gives reward 1 and ends the episode when the block is up. With operator it is silent, and a scripted one
     says success when the block is up, and failure after an episode whose time ran out. All else is the same. After

@@ -38,7 +38,7 @@ PLAN = ["plan=hiors", *VIEWS, *runs.without("demonstrate", "clone", "baseline", 
 
 
 def effort(cell: Namespace) -> Mapping[str, Any]:
-    """Is a correction worth more than a demonstration of as many rows? (docs/hiors.md)
+    """Is a correction worth more than a demonstration of as many rows? (docs/evidence/hiors.md)
 
     A draw is a seed with its own --demonstrations that succeeded, by the script of a --task, and their clone after
     --cloned updates. Draws whose clone succeeds in 10 to 70 % are gone on with. From a copy of it each way goes on: for

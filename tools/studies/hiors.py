@@ -25,7 +25,7 @@ PLAN = [
 
 
 def practised(cell: Namespace) -> Mapping[str, Any]:
-    """Which part of Hi-ORS does the work, and does practice do more than cloning for as long? (docs/hiors.md)
+    """Which part of Hi-ORS does the work, and does practice do more than cloning for as long? (docs/evidence/hiors.md)
 
     A draw is a seed with its own --demonstrations, and a clone of them after --cloned updates. From a copy of that run
     each way makes --updates more: cloning alone is the control, and nobody practises; hi-ors learns from successful

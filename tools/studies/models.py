@@ -41,7 +41,7 @@ def succeeded(folder: Path) -> int:
 
 
 def memory(cell: Namespace) -> Mapping[str, Any]:
-    """Does Dreamer remember what a task shows once? In a corridor, by seed, beside SAC (docs/world-models.md).
+    """Does Dreamer remember what a task shows once? In a corridor, by seed, beside SAC (docs/evidence/world-models.md).
 
     The goal is at one of two ends, and only the first observation of an episode tells at which (task=corridor): SAC
     sees each observation alone, Dreamer (algo=dreamer_tiny) remembers, and then does not: the same weights on the same
@@ -62,7 +62,7 @@ def memory(cell: Namespace) -> Mapping[str, Any]:
 
 
 def planning(cell: Namespace) -> Mapping[str, Any]:
-    """Does planning in the learned model act better than the prior alone? On a point, by seed (docs/planning.md).
+    """Does planning in the learned model act better than the prior alone? On a point (docs/evidence/planning.md).
 
     A point must come within 5 cm of a goal (task=fake); each step costs its distance in metres, the goal gives 1.
     algo=tdmpc2_tiny practises by plan=tdmpc2, --random of the --steps at random. After half of them the prior acts
@@ -89,7 +89,7 @@ def planning(cell: Namespace) -> Mapping[str, Any]:
 
 
 def evolved(cell: Namespace) -> Mapping[str, Any]:
-    """Does a controller need the memory of World Models where one picture does not tell all? (docs/world-models.md)
+    """Does a controller need World Models' memory where a picture does not tell all? (docs/evidence/world-models.md)
 
     Pictures show where a puck slides, but not its speed (task=puck). algo=world_models_tiny learns V and M from
     --random steps of drift. Twice from there --steps steps of evolution follow: of a controller of the code z and the
@@ -120,7 +120,7 @@ def returns_told(rows: Rows, _: Namespace) -> Iterator[str]:
 
 
 def practised(cell: Namespace) -> Mapping[str, Any]:
-    """Does TD-MPC2 learn on an arm at its own pace, with a person who takes over? By seed (docs/planning.md).
+    """Does TD-MPC2 learn on an arm at its own pace, with a person who takes over? By seed (docs/evidence/planning.md).
 
     sim_arm on the real clock, 10 steps a second. A script demonstrates --demonstrations times, algo=tdmpc2_tiny learns
     from these rows alone for --offline-updates, and practises for --steps steps with one update for each, while the

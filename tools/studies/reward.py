@@ -105,7 +105,7 @@ def near_arm(*, max_steps: int, noise: float, fps: float, image_size: int, **_: 
 
 
 def measured(cell: Namespace) -> Mapping[str, Any]:
-    """Does a trained classifier see success? On the simulated arm, from two cameras alone, by seed (docs/rewards.md).
+    """Does a trained classifier see success? On the simulated arm, from two cameras alone (docs/guides/rewards.md).
 
     It learns from --episodes of RLPD's practice, which begins by failing, from the demonstrations before it, and from
     --near misses (plain: from none), which a script lifts to a height of its own draw. A scripted person says success a

@@ -13,7 +13,7 @@ WAYS = {CONTROL: ["updates=[update_critic]"], "residual": []}  # name: words of 
 
 
 def served(cell: Namespace) -> Mapping[str, Any]:
-    """Do edits improve a policy server that succeeds in 30 to 70 %? (docs/openpi.md)
+    """Do edits improve a policy server that succeeds in 30 to 70 %? (docs/guides/openpi.md)
 
     A draw is a seed with its own --demonstrations on the simulated arm, all with the block on the left, and a flow that
     cloned them for --cloned updates. Half of the starts have the block on the right. Draws whose clone succeeds in 30

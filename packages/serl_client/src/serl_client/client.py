@@ -40,7 +40,7 @@ class TrainerClient(Closing):
     paced: take only the steps that the learner allows.
     has_operator: this actor can demonstrate.
     weights_folder: where weights are pulled to, this client's own folder; None: no weights are pulled.
-    key: file that lets this actor in (docs/security.md); None: the learner asks for no keys.
+    key: file that lets this actor in (docs/guides/security.md); None: the learner asks for no keys.
     inference_port: of the learner's host as it is reached from here, as by a tunnel; None: the port that it says.
     remote: whom somebody at the page drives this actor's robot by; None: nobody there may.
 

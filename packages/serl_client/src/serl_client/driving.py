@@ -1,4 +1,4 @@
-"""Keeps what one person elsewhere, at the page, does with this actor's robot: docs/people.md says the rules.
+"""Keeps what one person elsewhere, at the page, does with this actor's robot: docs/guides/people.md says the rules.
 
 The network thread hears the inputs, and sends what the driver is told; the control thread does all else.
 """

@@ -241,7 +241,7 @@ class Synced:
 class Command:
     """Carries an operator's command to the plan: next, hold, resume, goto, stop. `directive`: one of the phase that it
     is about, 0: none. With `actor` it is one of WORDS, which that actor gets with the number of Done as `request`, and
-    reports as `heard`: docs/protocol.md. Answered by Done."""
+    reports as `heard`: docs/reference/protocol.md. Answered by Done."""
 
     name: str
     argument: str = ""

@@ -25,7 +25,7 @@ OPENING = b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03\x00"
 GREETING = 64
 PLACES = "on 127.0.0.1 only its own machine reaches it, so use a tunnel (ssh -L {0}:localhost:{0} GPU_BOX) or keys"
 REFUSED = {  # {option of a port: what to do where nobody listens}
-    "port": "start the learner; if it runs, compare port= there, and its host=: " + PLACES + " (docs/security.md)",
+    "port": "start the learner; if it runs, compare port= there and host=: " + PLACES + " (docs/guides/security.md)",
     "inference_port": (
         "the learner opens it when it knows the robot and has loaded torch, some seconds after the first actor came. "
         "If it stays closed, see the learner's screen, and compare inference_port= there and here; a tunnel takes this "

@@ -29,7 +29,7 @@ class ActorStatus:
     hand_resets: int = 0  # scenes that were set up by hand because the automatic reset could not
     reset_s: float = 0.0  # seconds from the question to r, for scenes
     waiting_s: float = 0.0  # the same for faults, and until a demonstration began
-    carry_resets: int = 0  # a policy that remembers earlier steps began anew in mid-episode: docs/operations.md
+    carry_resets: int = 0  # a policy that remembers earlier steps began anew in mid-episode: docs/guides/operations.md
     # Successes / episodes among the latest judged ones. Demonstrations count in neither.
     assisted: str = "0/0"  # the operator took over
     unassisted: str = "0/0"  # the policy drove every step
