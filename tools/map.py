@@ -21,7 +21,8 @@ PAGE = ROOT / "docs/reference/map.md"
 HEAD = """# Where do I change X
 
 Search this page for a word of your question, such as `wandb`, `camera` or `entropy`. `tools/map.py` writes it,
-from the first sentence of each file. [architecture.md](../concepts/architecture.md) tells how the folders belong together.
+from the first sentence of each file. [architecture.md](../concepts/architecture.md) says how the folders belong
+together.
 
 | settings | what they say | one of |
 |---|---|---|"""
