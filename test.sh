@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests, without robot, GPU, screen or account; times are those of two idle cores.
-#   ./test.sh            5 minutes: the short tests, real programs for each promise of README, its first ten commands
+#   ./test.sh            5 minutes: the short tests, real programs for each promise, the first commands of the pages
 #   ./test.sh all        20 minutes: what CI runs, with what takes longer
 #   ./test.sh nightly    hours: what proves long, part by part; goes on where it was stopped (tools/nightly.py --help)
 #   ./test.sh -k WORD    or other words for pytest
@@ -9,8 +9,8 @@ cd "$(dirname "$0")"
 . ./examples/install.sh --extra learner --extra sim --extra data --extra h5py --extra robots --extra hil --extra carracing --extra minigrid --extra atari --extra vla --extra tensorboard --extra page --group dev --group bench
 python=.venv/bin/python
 case "${1:-}" in
-    "") what="short tests, and README's first ten commands: 5 minutes"; marks="not slow and not nightly and not manual" ;;
-    all) what="all tests but those of a night, the types, README's first ten commands: 20 minutes"
+    "") what="short tests, and the first commands of the pages: 5 minutes"; marks="not slow and not nightly and not manual" ;;
+    all) what="all tests but those of a night, the types, the first commands of the pages: 20 minutes"
          marks="not nightly and not manual" ;;
     nightly) exec $python tools/nightly.py "${@:2}" ;;
     *) exec $python -m pytest -n 2 --dist worksteal "$@" ;; # -n 0 runs them one after the other
@@ -28,7 +28,7 @@ beside() { # NAME command: what runs beside the tests, until `ended NAME`
     begun[$1]=$!
 }
 ended() { local status=0; wait "${begun[$1]}" || status=$?; cat "$said/$1"; return $status; }
-beside commands $python tools/readme.py --first 10 ${CI:+--clean}
+beside commands $python tools/readme.py --page README.md --page docs/tutorials/two_machines.md ${CI:+--clean}
 [ "${1:-}" != all ] || beside types .venv/bin/basedpyright # pyright with nothing to fetch
 try .venv/bin/ruff check --quiet .
 try .venv/bin/ruff format --check --quiet .

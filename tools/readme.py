@@ -3,7 +3,7 @@
 
 readme.py             in a copy of this folder with the present .venv; what a page has not named yet is not importable
 readme.py --clean     in a clone without a .venv, where the pages' own commands install what they name (CI)
-readme.py --first 10  those that a newcomer types first (./test.sh)
+readme.py --page P    those of one page, or of several: what a newcomer types first (./test.sh)
 readme.py --list      what would be given, and what is not, with the reason
 
 A command is a line of a bash block, or `code` elsewhere that begins with a program. Runs are made short by the words in
@@ -37,6 +37,7 @@ from tools.processes import ended, kill, start
 from tools.readme_words import EARLY, NOT_RUN, SHORT, SUBSTITUTES
 
 ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("tutorials", "guides", "concepts", "reference", "evidence")  # of docs/
 BASE = ["learner", "sim"]  # extras that start.sh installs
 MODULES = {"rerun-sdk": "rerun"}  # where the name to import is another
 LIMIT_S = 600.0  # of one command; an installation may take longer
@@ -127,7 +128,10 @@ def _joined(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 
 def pages(root: Path) -> list[Path]:
-    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+    """All pages, in the order in which a newcomer reads them."""
+    docs = root / "docs"
+    rooms = (page for room in ROOMS for page in sorted((docs / room).glob("*.md")))
+    return [root / "README.md", docs / "index.md", *rooms]
 
 
 # -- giving them
@@ -305,16 +309,13 @@ def give(commands: Sequence[Command], reader: Reader) -> int:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clean", action="store_true", help="install what the pages name")
-    parser.add_argument("--first", type=int, metavar="N", help="only the first N of those that are given")
     parser.add_argument("--list", action="store_true", help="give nothing")
     parser.add_argument("--port", type=int, default=5588, help="the first of two ports (5588)")
     parser.add_argument("--page", type=Path, action="append", help="this page alone; may be said several times")
     options = parser.parse_args(words)
     commands = [command for page in options.page or pages(ROOT) for command in read(page)]
-    fits = {pattern: any(re.fullmatch(pattern, each.text) for each in commands) for pattern in NOT_RUN}
-    wrong = [pattern for pattern in NOT_RUN if not fits[pattern] and not options.page]
-    if options.first:
-        commands = [command for command in commands if not command.reason][: options.first]
+    named = [command.text for page in pages(ROOT) for command in read(page)]
+    wrong = [pattern for pattern in NOT_RUN if not any(re.fullmatch(pattern, text) for text in named)]
     if options.list:
         for each in commands:
             print(f"{each.page}:{each.line}  {each.file or each.text}", each.reason and f"[{each.reason}]")
