@@ -6,7 +6,7 @@
 #   ./test.sh -k WORD    or other words for pytest
 set -euo pipefail
 cd "$(dirname "$0")"
-. ./examples/install.sh --extra learner --extra sim --extra data --extra h5py --extra robots --extra hil --extra carracing --extra minigrid --extra atari --extra vla --extra tensorboard --extra page --group dev --group bench
+. ./examples/install.sh --extra learner --extra sim --extra data --extra h5py --extra robots --extra hil --extra carracing --extra minigrid --extra atari --extra vla --extra tensorboard --extra page --extra docs --group dev --group bench
 python=.venv/bin/python
 case "${1:-}" in
     "") what="short tests, and the first commands of the pages: 5 minutes"; marks="not slow and not nightly and not manual" ;;

@@ -20,7 +20,7 @@ from tests.shared.tools import typed
 from .test_plan_runs import PRACTICE
 
 PAGE = (ROOT / "docs/guides/operations.md").read_text()
-TABLE = PAGE.partition("## I want to ...")[2].partition("\n### ")[0]
+TABLE = PAGE.partition("## I want to\n")[2].partition("\n### ")[0]
 ROWS = dict(re.findall(r"^\| ([^|]+) \| `([^|]+)` \| [^|]+ \|$", TABLE, re.MULTILINE))  # what one wants: what one says
 SMALLER = {"30000": "250", "5000": "120", "20000": "180", "eval_episodes=100": "eval_episodes=3"}
 ELSEWHERE = {  # rows that another test does: where
