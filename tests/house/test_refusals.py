@@ -1,23 +1,12 @@
 """What a start, a resume, a handshake or the doctor refuses says what to do about it: by words and commands that there
 are, or by hand. The texts are read from the syntax trees, so a new one is looked at, too."""
 
-import ast
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
-from itertools import product
 
 from tests.shared.common import CONFIG, ROOT
-from tools.map import FILES, parsed
+from tools.errors import PAGE, page, refusals
 
-OTHERS = (
-    path for place in ("examples/*.py", "examples/*/*_actor/*.py", "tools/checks/*.py") for path in ROOT.glob(place)
-)
-READ = [*FILES, *sorted(OTHERS)]
-KINDS = {  # what refuses: which of its arguments a person reads
-    **dict.fromkeys(("ConfigError", "Refused", "Replaced", "VersionMismatch", "Disconnected", "Timeout"), slice(1)),
-    "Look": slice(1, 3), "Finding": slice(1, 3),
-}  # fmt: skip
 NO_WORD = {  # file, or text: why it has no word
     "serl_client/spec.py": "a robot's class says what cannot be: its author mends the class",
     "serl_client/words.py": "it names the word that was meant",
@@ -42,57 +31,11 @@ WORD = re.compile(r"(?<![\w.}/<-])([a-z_]+(?:\.(?:\w+|\{\}))*)=((?:\[[^]]*\]|[^\
 COMMAND = re.compile(r"(tools/\w+\.py|examples/[\w/]+\.(?:py|sh)|docs/[\w/-]+\.md)((?: (?:--)?[a-z]+\b)*)")
 
 
-# -- the texts
-
-
-def assigned(statements) -> dict[str, ast.expr]:
-    """What is given these names, the later for the earlier."""
-    found = [node for node in statements if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)]
-    return {node.targets[0].id: node.value for node in sorted(found, key=lambda node: node.lineno)}
-
-
-def texts(node: ast.expr, names: Mapping[str, ast.expr]) -> list[str]:
-    """What an expression may say, with {} for what is known only where it runs."""
-    match node:
-        case ast.Constant(value):
-            return [str(value)]
-        case ast.JoinedStr(values) | ast.List(values) | ast.Tuple(values):
-            return ["".join(each) for each in product(*(texts(value, names) for value in values))]
-        case ast.BinOp(left, _, right):
-            return ["".join(each) for each in product(texts(left, names), texts(right, names))]
-        case ast.IfExp(_, one, other):
-            return texts(one, names) + texts(other, names)
-        case ast.Dict(_, values):
-            return [text for value in values for text in texts(value, names)]
-        case ast.Name(name) if name in names:
-            return texts(names[name], {known: value for known, value in names.items() if known != name})
-        case ast.Call(ast.Attribute(_, "join"), [value]) | ast.Call(ast.Attribute(value, "format")):
-            return texts(value, names)
-        case ast.FormattedValue(value) | ast.GeneratorExp(value) | ast.Subscript(value, ast.Name() | ast.Attribute()):
-            return texts(value, names)
-    return ["{}"]
-
-
-def refusals() -> Iterator[tuple[str, str]]:
-    """(file:line, text) of each refusal that says anything of its own."""
-    every = assigned(node for file in READ for node in parsed(file).body)
-    for file in READ:
-        tree, place = parsed(file), file.relative_to(ROOT)
-        for around in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
-            for node in ast.walk(around):
-                if not isinstance(node, ast.Call) or (kind := getattr(node.func, "id", "")) not in KINDS:
-                    continue
-                arguments = node.args[KINDS[kind]]
-                if kind in ("Look", "Finding") and ast.unparse(node.args[0]) in ("True", "'ok'"):
-                    continue
-                here = assigned(each for each in ast.walk(around) if getattr(each, "lineno", node.lineno) < node.lineno)
-                for said in product(*(texts(argument, every | assigned(tree.body) | here) for argument in arguments)):
-                    text = ": ".join(filter(None, said))
-                    if re.search(r"\w", text.replace("{}", "")) and (kind != "Finding" or len(said) < 2 or said[1]):
-                        yield f"{place}:{node.lineno}", text
-
-
 REFUSALS = sorted({*refusals()})
+
+
+def test_the_page_of_errors_has_each_refusal():
+    assert PAGE.read_text() == page(), "run tools/errors.py"
 
 
 def test_each_refusal_says_what_to_do():
