@@ -22,6 +22,7 @@ PAGES = {
     "evidence/learning": ["control", "pick_cube", "frozen"], "evidence/planning": ["planning", "planning_arm"],
     "guides/verdicts": ["verdicts"], "evidence/world-models": ["memory", "world_models"],
     "guides/policies": ["improve", "offline"], "guides/rewards": ["reward"], "guides/openpi": ["served"],
+    "evidence/effort": ["effort --task stick-pull"],
 }  # fmt: skip
 NUMBERS = {
     "evidence/hiors": ["hiors", "dobot_pnp", "dobot_left"], "guides/policies": ["heads"], "guides/robomimic": ["lift"],
@@ -36,8 +37,9 @@ def study(*words):
 
 def finished(name, out):
     """The report of a study's finished cells, those of all ways if they are one table."""
+    name, *words = name.split()
     ways = list(STUDIES[name].ways)[bool(STUDIES[name].goes_on) :] if name not in ("hiors", "reward") else []
-    return study(name, "--finished", "--out", out, *(["--ways", *ways] if len(ways) > 1 else []))
+    return study(name, *words, "--finished", "--out", out, *(["--ways", *ways] if len(ways) > 1 else []))
 
 
 @pytest.fixture
