@@ -8,6 +8,7 @@ import argparse
 import ast
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby, product
 from pathlib import Path
@@ -53,6 +54,15 @@ def assigned(statements: Iterable[ast.AST]) -> dict[str, ast.expr]:
     return {ast.unparse(node.targets[0]): node.value for node in sorted(found, key=lambda node: node.lineno)}
 
 
+def constants() -> dict[str, ast.expr]:
+    """What the files give names, but for a name to which two of them give different values."""
+    found = defaultdict[str, list[ast.expr]](list)
+    for file in READ:
+        for name, value in assigned(parsed(file).body).items():
+            found[name].append(value)
+    return {name: values[0] for name, values in found.items() if len({*map(ast.unparse, values)}) == 1}
+
+
 def texts(node: ast.expr, names: Mapping[str, ast.expr]) -> list[str]:
     """What an expression may say, with {} for what is known only where it runs."""
     match node:
@@ -89,7 +99,7 @@ def joined(gap: ast.expr, value: ast.expr, names: Mapping[str, ast.expr]) -> lis
 
 def refusals() -> Iterator[tuple[str, str]]:
     """(file:line, text) of each refusal that says anything of its own."""
-    every = assigned(node for file in READ for node in parsed(file).body)
+    every = constants()
     for file in READ:
         tree, place = parsed(file), file.relative_to(ROOT)
         for around in [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]:
