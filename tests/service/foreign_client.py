@@ -78,9 +78,7 @@ class Connection:
     def __init__(self, address):
         self.beats = False  # Heartbeats follow the Welcome, and are not for the inference process
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.reconnect_ivl = -1
-        self.socket.heartbeat_ivl, self.socket.linger = 1000, 1000
-        self.socket.heartbeat_timeout = self.socket.heartbeat_ttl = 3000
+        self.socket.reconnect_ivl, self.socket.linger = 10**9, 1000
         self.socket.sndtimeo = 2000
         self.socket.connect(address)
         self.heard = self.spoke = time.monotonic()
