@@ -92,7 +92,7 @@ def limits(config: DictConfig, seconds: float) -> dict[str, Any]:
     env: Any = OmegaConf.to_container(config.task.env, resolve=True)
     if "driver" not in env or "address" not in env:
         raise ConfigError(
-            f"task={config.task.name} has no driver and address; --limits needs both: docs/guides/robots.md"
+            f"task={config.task.name} names no driver and address; it needs both: docs/guides/robots.md"
         )
     print(f"move each joint to both of its ends, then leave the arm where episodes start: {seconds:g} s, or Enter")
     with tempfile.TemporaryDirectory() as folder, open_arm(**driver.watched(env, f"{folder}/calls")) as arm:
