@@ -19,6 +19,7 @@ NOT_RUN = {  # a regular expression of whole commands: why nobody gives them her
     r"examples/(dmc|metaworld|so101_sim)/\S+\.sh.*": "installs what its tasks need, 0.4 GB each",
     r".*task=so101.*|.*runs/better.*|.*sim\.feetech.*": "needs an SO-101, or what takes its place",
     r"lerobot-(find-port|calibrate|rollout).*": "needs an SO-101",
+    r".*runs/(new|both)\b.*": "needs a dataset of the reader's own",
     r"\.venv/bin/tensorboard .*": "serves a page until somebody ends it",
     r".*robot=dobot_xtrainer.*": "needs two real arms; tests/robot/test_dobot_cell.py tries to connect",
     r".*/models/.*|.*/path/to/.*": "needs a file that only its owner has",
