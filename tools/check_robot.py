@@ -91,9 +91,7 @@ def limits(config: DictConfig, seconds: float) -> dict[str, Any]:
     """Measure until so many seconds have passed, or somebody presses Enter; print the yaml."""
     env: Any = OmegaConf.to_container(config.task.env, resolve=True)
     if "driver" not in env or "address" not in env:
-        raise ConfigError(
-            f"task={config.task.name} names no driver and address; it needs both: docs/guides/robots.md"
-        )
+        raise ConfigError(f"task={config.task.name} names no driver and address; it needs both: docs/guides/robots.md")
     print(f"move each joint to both of its ends, then leave the arm where episodes start: {seconds:g} s, or Enter")
     with tempfile.TemporaryDirectory() as folder, open_arm(**driver.watched(env, f"{folder}/calls")) as arm:
         measured, tools, end = [], [], time.monotonic() + seconds
