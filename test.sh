@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Tests, without robot, GPU, screen or account; times are those of two idle cores.
 #   ./test.sh            5 minutes: the short tests, real programs for each promise, the first commands of the pages
-#   ./test.sh all        20 minutes: what CI runs, with what takes longer
+#   ./test.sh all        35 minutes: what CI runs, with what takes longer
 #   ./test.sh nightly    hours: what proves long, part by part; goes on where it was stopped (tools/nightly.py --help)
 #   ./test.sh -k WORD    or other words for pytest
 set -euo pipefail
@@ -10,7 +10,7 @@ cd "$(dirname "$0")"
 python=.venv/bin/python
 case "${1:-}" in
     "") what="short tests, and the first commands of the pages: 5 minutes"; marks="not slow and not nightly and not manual" ;;
-    all) what="all tests but those of a night, the types, the first commands of the pages: 20 minutes"
+    all) what="all tests but those of a night, the types, the first commands of the pages: 35 minutes"
          marks="not nightly and not manual" ;;
     nightly) exec $python tools/nightly.py "${@:2}" ;;
     *) exec $python -m pytest -n 2 --dist worksteal "$@" ;; # -n 0 runs them one after the other
