@@ -12,6 +12,20 @@ LEADER = "leader"  # what `sense` calls the positions of a leader arm, in the or
 class Arm:
     """Drives one arm. The guard makes it in a process of its own, and calls it there from one thread.
 
+        class Slide(Arm):  # a linear axis with a gripper, whose maker gives a class Port
+            entries = {"x": "m", "gripper": ""}
+
+            def __init__(self, address):
+                self._port = Port(address)
+
+            def read(self):
+                return np.array(self._port.positions(), np.float32)
+
+            def write(self, positions):
+                self._port.go_to(positions.tolist())
+
+    The tutorial docs/tutorials/own_robot.md goes on from here.
+
     The constructor takes `address` (a device, a host or a serial number) and options of its own. It connects, moves
     nothing, and leaves the motors on or off as they are. Each method returns within a few milliseconds, `recover` and
     `enable` within seconds, and raises RobotFault for what fails. If no more positions come, because the guard was

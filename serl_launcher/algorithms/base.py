@@ -31,6 +31,22 @@ class Algorithm(nn.Module, ABC):
     """The networks, optimisers and random state of one method. Its state_dict holds all three, so that a resumed run
     continues bit by bit.
 
+        class Cloning(Algorithm):
+            def __init__(self, spec, *, policy, optimizer):
+                super().__init__()
+                self.policy = policy(spec)
+                self.optimizer = optimizer(self.policy)
+                self.windows = {"update": Window(self.policy.offsets)}
+
+            @property
+            def acting(self):
+                return self.policy
+
+            def update(self, batch):
+                loss = self.optimizer.forward(batch)[0].mean()
+                self.optimizer.step(loss)
+                return {"loss": loss.detach()}
+
     An update is a method `(batch) -> metrics` whose name begins with `update`. It takes one training step and returns
     scalar metrics without a gradient, on the module's device. It may return `(metrics, columns)`: what it has
     computed of each row's first step, {name in `derived`: [B, ...]}. Random numbers of a row come from the row's seed

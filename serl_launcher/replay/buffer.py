@@ -1,8 +1,8 @@
 """Draws windows of steps from one replay buffer (source), by mapping the files that the server writes.
 
-The reader never asks the server. The server publishes (tail, head): steps tail <= number < head may be drawn. After
-copying, the reader looks at tail again. The caller redraws what fell below it, so no overwritten row is ever used.
-The steps of several actors lie between each other. So the reader links the steps of each episode itself.
+The server publishes (tail, head): steps tail <= number < head may be drawn. After copying, the reader looks at tail
+again. The caller redraws what fell below it, so no overwritten row is ever used. The steps of several actors lie
+between each other, so the reader links the steps of each episode itself.
 """
 
 from collections.abc import Collection, Mapping
@@ -32,9 +32,14 @@ MANY = 2048  # steps of each draw, once half of these have found nothing: usable
 class ReplayBuffer:
     """Holds the links between the steps of one source, and draws windows from them.
 
+        buffer = ReplayBuffer(Path("runs/arm/store/online"), Layout(spec, capacity=100_000))
+        buffer.refresh()
+        window = Window({"observation.state": (0,), "action": (0, 1, 2)})
+        drawn = buffer.draw(256, window, np.random.default_rng(0), None)  # None: nothing to draw yet
+        rows = buffer.stored(drawn.steps[:, 0], ["observation.state"])  # {column: [256, ...]}
+
     `refresh` takes in new steps; between two calls nothing changes.
-    folder: the source's folder in the store. layout: of its files. derived: features of DerivedColumns.
-    encoders: {image: what says what windows have in its place}.
+    folder: of the source, in the store. derived: features of DerivedColumns. encoders: {image: what windows see of it}.
     """
 
     def __init__(
@@ -242,7 +247,9 @@ class ReplayBuffer:
             if not missing:
                 chain = np.concatenate(chains)
                 if window.joins:
-                    return joined(chain[:, 0], window.horizon, self._links, self._beginnings_of(among), generator)
+                    there = self._beginnings[self._beginnings >= self.tail]
+                    there = there if among is None else there[among.holds(there)]
+                    return joined(chain[:, 0], window.horizon, self._links, there, generator)
                 return self._resolve(chain, np.concatenate(lasts), window)
         return None
 
@@ -254,11 +261,9 @@ class ReplayBuffer:
             return numbers[usable, None], numbers[usable]
         chain, last = self._chain(numbers, reach(window))
         ends = self._ends[last % self.layout.capacity]
-        whole = chain[:, -1] != NONE
         if sees_after(window):
-            usable &= whole | (ends & (self._final[last % self.layout.capacity] != NONE))
-        else:
-            usable &= whole | ends
+            ends = ends & (self._final[last % self.layout.capacity] != NONE)
+        usable &= (chain[:, -1] != NONE) | ends
         if window.idle_filter is not None:
             usable &= self._moves(chain, last, window.idle_filter)
         if names := further(window, self.layout.spec):
@@ -314,13 +319,8 @@ class ReplayBuffer:
             before = self._previous[numbers % size]
             numbers = np.where(before == NONE, numbers, before)
             earlier.insert(0, self._row[numbers % size][:, None])
-        steps = np.where(there, chain, last[:, None])[:, :horizon]
-        valid = there[:, :horizon]
+        steps, valid = np.where(there, chain, last[:, None])[:, :horizon], there[:, :horizon]
         return Drawn(steps, valid, valid.sum(1), np.concatenate([*earlier, rows], axis=1), len(earlier))
-
-    def _beginnings_of(self, among: Choice | None) -> Numbers:
-        there = self._beginnings[self._beginnings >= self.tail]
-        return there if among is None else there[among.holds(there)]
 
     # -- windows of one step, drawn and copied without the chains and masks that longer ones need
     def draw_steps(

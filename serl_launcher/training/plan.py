@@ -214,6 +214,11 @@ class Phase:
 class Plan:
     """A checked plan: phases in order, physical sources (`eval` among them), views, and notes for the operator.
 
+        config = composed(Path("config"), ["plan=hiors", "task=sim_arm"])  # the words of a command line
+        plan = plan_of(config)  # raises ConfigError for what cannot be followed
+        for phase in plan.phases.values():
+            print(phase.name, phase.actors, phase.until)
+
     verdict: the rewards of the operator's verdicts, which the task gives.
     """
 

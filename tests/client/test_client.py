@@ -2,7 +2,6 @@
 
 import dataclasses
 import socket
-import textwrap
 import threading
 import time
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from serl_client.send_queue import STALL
 from tests.shared.actors import CountingEnv
 from tests.shared.clients import push_all
 from tests.shared.common import PATIENCE, STATE, until
+from tests.shared.examples import run_example
 
 QUESTION = {"step": 0, "seed": 0, "previous_action": None, "reset": True, "explore": False, "task": ""}
 
@@ -32,13 +32,11 @@ def segments(make_segment):
 
 
 def test_the_example_of_the_client_runs(learner, spec, make_segment, tmp_path):
-    example = next(part for part in TrainerClient.__doc__.split("\n\n") if "with TrainerClient(" in part)
-    for written, here in {"tcp://10.0.0.5:5555": learner.address, "(10.0)": f"({PATIENCE})"}.items():
-        assert written in example
-        example = example.replace(written, here)
-    robot = {"spec": spec, "segment": make_segment(), "observation": {}, "action": np.zeros(2, np.float32)}
-    exec(textwrap.dedent(example), {"TrainerClient": TrainerClient, "Path": tmp_path.joinpath, **robot})
-    assert [record.episode for _, _, record in learner.records] == [robot["segment"].episode]
+    given = {"spec": spec, "segment": make_segment(), "observation": {}, "action": np.zeros(2, np.float32)}
+    given |= {"TrainerClient": TrainerClient, "Path": tmp_path.joinpath}
+    patience = ("(10.0)", f"({PATIENCE})")
+    run_example(TrainerClient, given, address=("tcp://10.0.0.5:5555", learner.address), patience=patience)
+    assert [record.episode for _, _, record in learner.records] == [given["segment"].episode]
     assert [question.step for question in learner.hear(m.InferenceRequest)] == [4]
 
 

@@ -1,6 +1,7 @@
 """Windows never cross an episode, see every durable step, and never a row that is being overwritten."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,14 +9,26 @@ import torch
 from serl_client import ConfigError, Feature, Spec
 from serl_client.limits import Limits
 
+from serl_launcher.replay.buffer import ReplayBuffer
 from serl_launcher.replay.choice import Choice
 from serl_launcher.replay.mixture import ReplayMixture
+from serl_launcher.store.layout import Layout
 from serl_launcher.training import tracing
 from serl_launcher.types import Window
 from tests.shared.data import changed
+from tests.shared.examples import run_example
 from tests.store.made import founded
 
 from .made import CHUNK, CHUNK_SAC, SAC, SEQUENCE, STATE, arrays_of, gathered, starts
+
+
+def test_the_example_of_the_buffer_runs(push, store, spec, make_segment):
+    push("A", make_segment("e0", 3, 0, 4, ends="terminated"))
+    given = {"Path": Path, "Layout": Layout, "Window": Window, "np": np, "spec": spec, "ReplayBuffer": ReplayBuffer}
+    folder, size = ("runs/arm/store/online", f"{store.folder}/online"), ("100_000", "200")
+    found = run_example(ReplayBuffer, given, folder=folder, size=size)
+    assert found["rows"]["action"].shape == (256, *spec.action.shape)
+    assert set(found["rows"]["index"]) == {0, 1, 2, 3}
 
 
 def test_every_durable_step_is_drawn_and_the_terminal_one_at_once(push, sources, make_segment):

@@ -15,7 +15,7 @@ from tests.shared.models import CONFIG
 from tests.shared.tools import called
 from tools.compare import trials
 from tools.studies import act, curves, effort, improve, runs, served, tasks
-from tools.studies.cells import Cells, age, one_draw
+from tools.studies.cells import Cells, age, one_draw, what_counts
 from tools.study import STUDIES
 
 PAGES = {
@@ -266,3 +266,15 @@ def test_cells_that_began_with_different_data_are_not_compared():
     rows["b"].append({"seed": 1, "draw": "x"})
     with pytest.raises(ValueError, match=r"seed 1 began with different data.*'b': 'x'"):
         one_draw(1, rows)
+
+
+@pytest.mark.parametrize(("kind", "told", "same", "other"), [
+    ("py", '"""A."""\ndef f():\n    """B."""\n    return 1', "# c\ndef f():\n    return 1", "def f():\n    return 2"),
+    ("yaml", "lr: 1 # of Adam", "# how fast\nlr: 1", "lr: 2"),
+])  # fmt: skip
+def test_a_digest_of_code_counts_what_a_machine_reads(tmp_path, kind, told, same, other):
+    def counts(text):
+        (file := tmp_path / f"x.{kind}").write_text(text)
+        return what_counts(file)
+
+    assert counts(told) == counts(same) != counts(other)

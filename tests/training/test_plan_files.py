@@ -9,10 +9,11 @@ from serl_client.errors import ConfigError
 
 from serl_launcher.config import composed, groups
 from serl_launcher.replay.verdicts import VerdictRewards
-from serl_launcher.training.plan import Pace
+from serl_launcher.training.plan import Pace, Plan
 from serl_launcher.training.plan_reader import plan_of
 from serl_launcher.training.plan_state import PlanState
 from tests.shared.common import CONFIG, ROOT
+from tests.shared.examples import run_example
 from tests.shared.tools import called
 
 from .plans import practise
@@ -20,6 +21,12 @@ from .plans import practise
 
 def read(*words, has_operator="true"):
     return plan_of(composed(CONFIG, ["task=fake", f"task.has_operator={has_operator}", *words]))
+
+
+def test_the_example_of_the_plan_runs(capsys):
+    given = {"Path": Path, "composed": composed, "plan_of": plan_of}
+    found = run_example(Plan, given, folder=('"config"', f'"{CONFIG}"'))
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [*found["plan"].phases]
 
 
 @pytest.mark.slow

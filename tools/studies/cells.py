@@ -1,5 +1,6 @@
 """What a study is, its cells, and their table: one runner for all of them."""
 
+import ast
 import hashlib
 import json
 import math
@@ -14,9 +15,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tools.studies.runs import ROOT
 
-CODE = ("packages", "robot_infra", "serl_launcher", "config", "examples", "tools/studies")  # what a cell follows from
+CODE = (  # what a cell follows from: git's words for files
+    "packages", "robot_infra", "serl_launcher", "config", "examples", "tools/studies", ":!tools/studies/cells.py"
+)  # fmt: skip
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, two-sided 95 %, 1 to 9 degrees
 
 Cell = dict[str, Any]
@@ -105,13 +111,29 @@ def git(*command: str) -> str:
 
 
 def digest(key: Mapping[str, Any], code: Sequence[str] = CODE) -> str:
-    """Return a digest of the key and of the files that lie there: the configs of a cell's runs follow from these."""
+    """Return a digest of the key and of the files that lie there: the configs of a cell's runs follow from these.
+
+    Comments and docstrings do not count.
+    """
     read = hashlib.sha256(json.dumps(key, sort_keys=True).encode())
     listed = git("ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *code) if code else ""
     for name in sorted(listed.split("\0")):
         if (ROOT / name).is_file():
-            read.update(f"\0{name}\0".encode() + (ROOT / name).read_bytes())
+            read.update(f"\0{name}\0".encode() + what_counts(ROOT / name))
     return read.hexdigest()[:12]
+
+
+def what_counts(file: Path) -> bytes:
+    """Return the bytes of a file; of Python and of yaml, what it says to a machine."""
+    if file.suffix == ".yaml":
+        return json.dumps(yaml.safe_load(file.read_text()), default=str).encode()
+    if file.suffix != ".py":
+        return file.read_bytes()
+    tree = ast.parse(file.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree).encode()
 
 
 # -- the report
