@@ -1,5 +1,4 @@
-"""Makes the moving picture (GIF) of a run of the simulated arm: its evaluations before and after training, side by
-side.
+"""Makes the moving picture (GIF) of a run of the simulated arm: before training, a takeover, and after training.
 
 tools/picture.py RUN [--out FILE] [--size PIXELS] [--seconds S]
 
@@ -8,16 +7,18 @@ was recorded. It needs the extras `learner` and `sim`, and a machine that can dr
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from importlib.resources import files
-from itertools import chain, islice, product, repeat
+from itertools import islice, product, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from serl_client.errors import ConfigError
 from serl_client.spec import Array
-from serl_client.starts import evaluation_seed
+from serl_client.starts import evaluation_seed, training_seed
 
 from robot_infra.cameras import gl
 from robot_infra.cameras.mujoco import Renderer
@@ -25,6 +26,7 @@ from robot_infra.guard.robot import GuardedRobot
 from robot_infra.tasks.sim_arm import FPS, guarded
 from serl_launcher.datasets.episodes import open_run
 from serl_launcher.error_log import in_one_sentence
+from serl_launcher.store.index import Index
 from serl_launcher.training.plan import EVAL
 from serl_launcher.training.report import read, share_of
 
@@ -32,7 +34,9 @@ CAMERA = {"name": "picture", "pos": [1.15, -0.75, 0.72], "xyaxes": [0.62, 0.78, 
 SKY = {"name": "sky", "rgb1": [0.93, 0.95, 0.98], "rgb2": [0.62, 0.7, 0.8], "width": 256, "height": 256}
 DRAWN = 2  # each pixel is the mean of so many by so many
 BAR = 44  # pixels of the caption above
-TEXT, PAPER, GREEN, RED = (30, 30, 35), (255, 255, 255), (0, 150, 60), (200, 40, 40)
+LETTERS = 1 / 18  # height of the caption's letters, of the image's width
+TEXT, PAPER, GREEN, RED, ORANGE = (30, 30, 35), (255, 255, 255), (0, 150, 60), (200, 40, 40), (245, 150, 0)
+POLICY, OPERATOR = "practice: the policy drives", "practice: the operator drives"
 PAUSE = 4  # frames that an episode's end stands still
 STARTS = 100  # starts of an actor, and episodes of one evaluation, among which the recorded start is looked for
 TOLERANCE = 1e-3  # of the scaled state: 0.2 mm
@@ -45,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the folder of a run that was evaluated twice (plan=quickstart, hiors)")
     parser.add_argument("--out", type=Path, help="the .gif or .webp to write (RUN/before_after.gif)")
-    parser.add_argument("--size", type=int, default=320, help="width and height of each side in pixels (320)")
+    parser.add_argument("--size", type=int, default=288, help="width and height of each part in pixels (288)")
     parser.add_argument("--seconds", type=float, default=6.4, help="how long the picture is (6.4)")
     options = parser.parse_args()
     out = options.out or options.run / "before_after.gif"
@@ -60,9 +64,10 @@ def picture(run: Path, out: Path, size: int, length: int) -> int:
     """
     backend = gl.choose_backend(True)
     before, after = evaluations(run)
+    practice = [(POLICY, episodes)] if (episodes := takeovers(run)) else []
     scene = Scene(backend, size)
-    sides = [side(scene, episodes, title, length) for title, episodes in (before, after)]
-    frames = [np.concatenate(pair, axis=1) for pair in zip(*sides, strict=True)]
+    parts = [part(scene, episodes, title, length) for title, episodes in (before, *practice, after)]
+    frames = [np.concatenate(moment, axis=1) for moment in zip(*parts, strict=True)]
     scene.close()
     save(out, frames)
     return len(frames)
@@ -85,7 +90,8 @@ def evaluations(run: Path) -> tuple[Evaluation, Evaluation]:
             f"{run} has {len(phases)} phases with evaluated episodes; a picture needs two: before and after training"
         )
 
-    summary = read(run / "summary.json")
+    summary, places = read(run / "summary.json"), range(STARTS)
+    seeds = [evaluation_seed(ordinal, number) for ordinal, number in product(places, places)]
 
     def of(phase: str, title: str, name: str) -> Evaluation:
         mine = [info for info in evaluated if info.phase == phase]
@@ -93,10 +99,28 @@ def evaluations(run: Path) -> tuple[Evaluation, Evaluation]:
         if result := summary.get(name):  # it leaves out who came after its last trial
             won = str(share_of(result))
         return f"{title}: {won} picked up", [
-            readers[EVAL].rows(info) | {"success": bool(info.success)} for info in mine[:STARTS]
+            readers[EVAL].rows(info) | {"success": bool(info.success), "seeds": seeds} for info in mine[:STARTS]
         ]
 
     return of(phases[0], "before training", "before"), of(phases[-1], "after training", "eval")
+
+
+def takeovers(run: Path) -> list[dict[str, Any]]:
+    """Read the rows of each episode in which the policy drove, and the operator took over; `seeds`: of its start."""
+    _, readers, infos = open_run(run)
+    found = [info for info in infos if info.closed and 0 < info.intervened < info.steps][:STARTS]
+    if not found:
+        return []
+    with closing(Index(run / "store/index.sqlite")) as index:
+        sessions = index.sessions()
+    seed = yaml.safe_load((run / "config.yaml").read_text())["seed"]
+
+    def starts(episode: str) -> list[int]:
+        return [training_seed(seed, session, int(episode.rpartition("-")[2])) for session in sessions]
+
+    return [
+        readers[info.source].rows(info) | {"success": bool(info.success), "seeds": starts(info.id)} for info in found
+    ]
 
 
 # -- what is drawn
@@ -132,10 +156,17 @@ class Scene:
         self._renderer.close()
 
 
-def side(scene: Scene, episodes: Sequence[dict[str, Array]], title: str, length: int) -> list[Array]:
-    """`length` frames of one episode after the other, under a caption."""
-    shown = chain.from_iterable(played(scene, rows) for rows in episodes)
-    return [captioned(image, title, success) for image, success in islice(shown, length)]
+def part(scene: Scene, episodes: Iterable[dict[str, Any]], title: str, length: int) -> list[Array]:
+    """`length` frames of one episode after the other, under a caption, which says when the operator drives."""
+    shown = (
+        (*moment, bool(is_driven))
+        for rows in episodes
+        for moment, is_driven in zip(played(scene, rows), np.pad(rows["intervened"], (0, PAUSE), "edge"), strict=True)
+    )
+    return [
+        captioned(image, OPERATOR if is_driven else title, success, is_driven)
+        for image, success, is_driven in islice(shown, length)
+    ]
 
 
 def played(scene: Scene, rows: dict[str, Array]) -> Iterator[tuple[Array, bool | None]]:
@@ -144,7 +175,7 @@ def played(scene: Scene, rows: dict[str, Array]) -> Iterator[tuple[Array, bool |
     Raises ConfigError when the simulator does not repeat what was recorded.
     """
     states, succeeded = rows["observation.state"], bool(rows["success"])
-    scene.arm.home(start(scene.arm, states[0]))
+    start(scene.arm, states[0], rows["seeds"])
     for action, state in zip(rows["action"], states[1:], strict=False):
         yield scene.draw(), None
         scene.arm.command(action)
@@ -154,28 +185,31 @@ def played(scene: Scene, rows: dict[str, Array]) -> Iterator[tuple[Array, bool |
     yield from repeat((image, succeeded), PAUSE)
 
 
-def start(arm: GuardedRobot, state: Array) -> int:
-    """The seed of the evaluation's start that looks like this. Raises ConfigError when none does."""
-    for ordinal, number in product(range(STARTS), range(STARTS)):
-        seed = evaluation_seed(ordinal, number)
+def start(arm: GuardedRobot, state: Array, seeds: Iterable[int]) -> None:
+    """Bring the arm to that start of these which looks like this. Raises ConfigError when none does."""
+    for seed in seeds:
         arm.home(seed)
         found = arm.observe().values["observation.state"]
         if found.shape == state.shape and np.allclose(found, state, atol=TOLERANCE):
-            return seed
-    raise ConfigError("these episodes began at no start of an evaluation of the simulated arm (task=sim_arm)")
+            return
+    raise ConfigError("an episode began at no start that this run gives the simulated arm (task=sim_arm)")
 
 
-def captioned(image: Array, title: str, success: bool | None) -> Array:
-    """The image under a bar with its title, and framed in green or red at the end of an episode."""
+def captioned(image: Array, title: str, success: bool | None, is_driven: bool) -> Array:
+    """The image under a bar with its title, framed in green or red at an episode's end, orange if it is driven.
+
+    success: how the episode ended; None: it goes on. is_driven: by the operator.
+    """
     from PIL import Image, ImageDraw, ImageFont
 
     height, width, _ = image.shape
     canvas = Image.new("RGB", (width, height + BAR), PAPER)
     canvas.paste(Image.fromarray(image), (0, BAR))
     draw = ImageDraw.Draw(canvas)
-    draw.text((width / 2, BAR / 2), title, fill=TEXT, font=ImageFont.load_default(18), anchor="mm")
-    if success is not None:
-        draw.rectangle((0, BAR, width - 1, BAR + height - 1), outline=GREEN if success else RED, width=6)
+    draw.text((width / 2, BAR / 2), title, fill=TEXT, font=ImageFont.load_default(width * LETTERS), anchor="mm")
+    if success is not None or is_driven:
+        colour = ORANGE if success is None else GREEN if success else RED
+        draw.rectangle((0, BAR, width - 1, BAR + height - 1), outline=colour, width=6)
     return np.asarray(canvas)
 
 

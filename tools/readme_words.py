@@ -37,7 +37,7 @@ NOT_RUN = {  # a regular expression of whole commands: why nobody gives them her
     r"\.venv/bin/python": "is only the beginning of a command",
     r".*tools/doctor\.py actor": "needs a learner that runs; README gives it one",
     r".*tools/keys\.py unban .*": "needs a key that was banned",
-    r".*(run_(learner|actor)\.sh|doctor\.py actor .*) task=my_robot.*": "needs a person who says ready to the arm",
+    r".*run_(learner|actor)\.sh task=my_arm.*": "needs a person; tests/programs/test_own_robot.py is one",
     r"tmux .*": "needs a run that goes on in tmux",
     r".*runs/judged.*": "needs a second actor; tests/programs/test_run.py gives it one",
 }

@@ -1,9 +1,10 @@
 #!/usr/bin/env python
 """Takes the pictures of docs/guides/page.md: the page of a run, on a screen and on a phone, and the run's report.
 
-tools/screenshots.py RUN [--out FOLDER]
+tools/screenshots.py RUN [--report RUN] [--out FOLDER]
 
-While its learner runs, the pictures show it at work. It needs the group `dev`, and Debian's package chromium.
+While its learner runs, the pictures show it at work; a report has the result once its run has ended. It needs the group
+`dev`, and Debian's package chromium.
 """
 
 import argparse
@@ -39,11 +40,12 @@ PICTURES: dict[str, tuple[tuple[int, int], Scheme]] = {  # {name: (width and hei
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the run's folder, on this machine")
+    parser.add_argument("--report", type=Path, metavar="RUN", help="another run, whose report is shown (RUN)")
     parser.add_argument("--out", type=Path, default=PLACE, help=f"the folder of the pictures ({PLACE})")
     options = parser.parse_args()
     if not shutil.which(CHROMIUM):
         raise ConfigError("chromium is missing: apt-get install chromium")
-    report = write(options.run).resolve().as_uri()
+    report = write(options.report or options.run).resolve().as_uri()
     with chromium() as browser, linked(options.run) as link:
         for name, (size, scheme) in PICTURES.items():
             path, tab = options.out / f"{name}.png", blank(browser, size, scheme)

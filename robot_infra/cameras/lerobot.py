@@ -1,4 +1,4 @@
-"""Opens real cameras of any make through lerobot 0.4 and its plugins: USB webcams (OpenCV), RealSense, and others.
+"""Opens real cameras of any make through lerobot and its plugins: USB webcams (OpenCV), RealSense, and others.
 
 Source: lerobot.cameras, whose configurations name the options of each type.
 """

@@ -1,11 +1,21 @@
 """Names the columns of LeRobot datasets that we write (shards.py) and read (reader.py).
 
-What one row of a shard holds:
-    observation.*, action, the Spec's extras    as in the store; images are uint8 there, and their video is lossy
-    next.reward, next.done, next.terminated, next.truncated, next.success    of the step that begins in this row
-    intervened, chunk_start, gap, chunk_delay, time, weights_version, directive    as in the store
-    phase      an index into the manifest's `phases`
-    outcome    of the whole episode: -1 unknown, 0 failure, 1 success
+What one row of a shard holds besides observations, action and the Spec's extras (images: video, which loses a little):
+    next.reward: of the step that begins in this row
+    next.done: the episode ends with this step
+    next.terminated: the task ended with this step: success, or a failure that nothing can follow
+    next.truncated: the episode was cut with this step: by time, a person, or a fault
+    next.success: the episode ends with this step, and succeeded
+    intervened: a person drove
+    chunk_start: a new chunk of the policy began here
+    gap: time passed without a step just before this one
+    chunk_delay: where a chunk starts, how many of its first actions were skipped as too late
+    time: when the observation was there, seconds of the robot's clock
+    weights_version: number of the weights that acted
+    directive: number of the directive under which the step was made
+    phase: index into `phases` in the file retake.json beside the dataset
+    outcome: of the whole episode: -1 unknown, 0 failure, 1 success
+
 LeRobot has no row for the observation after the last action: it stays in the store.
 """
 

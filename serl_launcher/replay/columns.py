@@ -1,4 +1,11 @@
-"""Gives each step's episode return, success and end as columns of a batch, such as `episode.return`."""
+"""Gives each step's episode return, success and end as columns of a batch.
+
+They are known once the episode is closed:
+    episode.return: discounted sum of rewards from this step to the episode's end, with the reward of a verdict
+    episode.success: the episode succeeded; not known of one that nobody has judged
+    episode.index: the step's number in its episode, from 0
+    episode.remaining: how many steps follow it in its episode
+"""
 
 from collections.abc import Collection
 

@@ -1,22 +1,21 @@
 """The pages about an own task and an own algorithm, as a reader follows them; and environments that raise."""
 
 import json
-import os
 import re
-import shlex
 import shutil
 
 import pytest
 from serl_client.errors import ConfigError
 
 from serl_launcher.config import OTHERS, composed
+from tests.programs.pages import page, runs, write
 from tests.shared.common import CONFIG, ROOT
 from tests.shared.programs import Programs
-from tools import readme
 from tools.readme_words import SHORT
 
 pytestmark = pytest.mark.program
-PAGE, ALGORITHM = (readme.read(ROOT / f"docs/tutorials/own_{name}.md") for name in ("task", "algorithm"))
+PAGE, ALGORITHM = page("own_task"), page("own_algorithm")
+MADE_SHORT = [*SHORT, "log=false"]
 FEW = [
     "plan.phases.demonstrate.until=['demo.episodes >= 2']", "plan.phases.clone.until=['updates >= 20']",
     "plan.phases.practise.start_when='online.episodes >= 1'",
@@ -63,39 +62,31 @@ gymnasium.register("Rude-v0", Rude, max_episode_steps=30)
 @pytest.fixture
 def programs(tmp_path):
     """Programs of a reader who has written the pages' files into a folder of their own."""
-    for file in (command for command in (*PAGE, *ALGORITHM) if command.file):
-        (tmp_path / file.file).write_text(file.text)
+    environment = write(tmp_path, PAGE, ALGORITHM)
     (tmp_path / "rude.py").write_text(RUDE)
-    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    with Programs(tmp_path, environment={**os.environ, "PYTHONPATH": path}) as made:
+    with Programs(tmp_path, environment=environment) as made:
         yield made
-
-
-def words_of(command):
-    """The words of a page's command, without the run's place, and those that make it short."""
-    words = [word for word in shlex.split(command.text.partition("./start.sh")[2]) if "run_dir=" not in word]
-    return [*words, *SHORT, "log=false"]
 
 
 @pytest.mark.slow
 def test_the_page_is_enough_for_a_task_of_ones_own(programs):
-    practice, evaluation = [command for command in PAGE if "./start.sh" in command.text]
-    programs.complete(words_of(practice), words_of(practice))
+    practice, evaluation = ([*words, *MADE_SHORT] for words in runs(PAGE))
+    programs.complete(practice, practice)
     said = " ".join(programs.said().split())
     assert "not stored, because nothing of this run reads it: observation.images.camera, 3 kB a step; say " in said
     assert "the policy sees goal, position" in said
     assert (programs.run_dir / "summary.json").exists()
-    programs.complete(words_of(evaluation), words_of(evaluation))
+    programs.complete(evaluation, evaluation)
     assert (programs.run_dir / "evaluation.json").exists()
 
 
 @pytest.mark.slow
 def test_the_page_is_enough_for_an_algorithm_of_ones_own(programs, tmp_path, monkeypatch):
-    practice, again = [command for command in ALGORITHM if "./start.sh" in command.text]
-    programs.complete([*words_of(practice), *FEW], words_of(practice))
+    practice, again = ([*words, *MADE_SHORT] for words in runs(ALGORITHM))
+    programs.complete([*practice, *FEW], practice)
     lines = map(json.loads, (programs.run_dir / "metrics.jsonl").read_text().splitlines())
     assert any(0 < line["weight"] < 1 for line in lines if "weight" in line)
-    programs.complete([*words_of(again), *FEW], words_of(again))
+    programs.complete([*again, *FEW], again)
     assert "my_algorithm.Sooner" in (programs.run_dir / "config.yaml").read_text()
 
     shutil.copytree(CONFIG, folder := tmp_path / "config")
@@ -116,8 +107,7 @@ def test_words_of_other_projects_that_the_page_names_are_refused_with_ours(word,
 
 @pytest.mark.slow
 def test_what_environments_recorded_before_they_raised_is_delivered_and_the_run_goes_on_without_the_hopeless(programs):
-    practice = next(command for command in PAGE if "./start.sh" in command.text)
-    words = [*words_of(practice), "task.env_id=rude:Rude-v0"]
+    words = [*runs(PAGE)[0], *MADE_SHORT, "task.env_id=rude:Rude-v0"]
     actor, learner = programs.start("actor", *words, "envs=2", "name=rude"), programs.start("learner", *words)
     assert [programs.status(learner), programs.status(actor)] == [0, 0], programs.said()[-4000:]
     said = programs.said()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from serl_client import Outcome, Segment, Stamp
 from serl_client.errors import ConfigError
-from serl_client.starts import evaluation_seed
+from serl_client.starts import evaluation_seed, training_seed
 
 from robot_infra.cameras import gl
 from robot_infra.tasks.sim_arm import FPS, make
@@ -20,12 +20,18 @@ pytest.importorskip("mujoco", reason="needs the extra `sim`")
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow, which the extra `learner` brings")
 from tools import picture  # noqa: E402
 
+SEED = 3
 
-def recorded(env, number, drive, directive, phase):
-    """An evaluated episode as an actor records it: 12 rows of standing still, or the scripted operator's pick."""
-    rows = [env.reset(evaluation_seed(0, number), teleop=drive)[STATE]]
+
+def recorded(env, number, drive, directive, phase, practise=False):
+    """An episode as an actor records it: 12 rows of standing still, or the scripted operator's pick.
+
+    In practice the operator picks after standing still; else it is an evaluation.
+    """
+    seed = training_seed(SEED, "A", number) if practise else evaluation_seed(0, number)
+    rows = [env.reset(seed, teleop=drive, intervene=practise)[STATE]]
     steps = []
-    while not steps or not (steps[-1].terminated or len(steps) == 40 or (not drive and len(steps) == 12)):
+    while not steps or not (steps[-1].terminated or len(steps) == (40 if drive or practise else 12)):
         steps.append(env.step(None))
         rows.append(steps[-1].observation[STATE])
     done = bool(steps[-1].terminated)
@@ -33,27 +39,39 @@ def recorded(env, number, drive, directive, phase):
     return Segment(
         f"arm-{phase}-{number}", 0, env.task, Stamp(directive, phase, 0), {STATE: np.stack(rows)},
         np.stack([step.executed for step in steps]), np.array([step.reward for step in steps], np.float32),
-        zeros, zeros, np.arange(len(steps)) / FPS, terminated=done, truncated=not done,
+        np.array([practise and step.intervened for step in steps]), zeros, np.arange(len(steps)) / FPS,
+        terminated=done, truncated=not done,
         extras={name: np.stack([step.extras[name] for step in steps]) for name in env.spec.extras},
     )  # fmt: skip
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Makes a run of the arm that was evaluated once for each word: `drive` whether it picks up the block."""
+    """Makes a run of the arm that was evaluated once for each word: `drive` whether it picks up the block.
 
-    def make_run(*evaluated, spoil=lambda segment: None):
+    practised: an episode of practice with a takeover comes after the first evaluation.
+    """
+
+    def make_run(*evaluated, spoil=lambda segment: None, practised=False):
         env = make(max_steps=60, noise=0.0, clock="simulated")
-        store = Store.create(tmp_path / "store", env.spec, {"eval": 500}, ())
+        store = Store.create(tmp_path / "store", env.spec, {"eval": 500, "online": 500}, ())
+        (tmp_path / "config.yaml").write_text(f"seed: {SEED}\n")
         store.lives.hello("arm", "outbox", "A", [])
         sequence = count()
+
+        def stage(segment):
+            for record in (segment, Outcome(segment.episode, bool(segment.terminated), judged_by="judge")):
+                store.stage("A", next(sequence), record)
+
         for phase, drive in enumerate(evaluated):
             directive = store.direct({"into": "eval", "phase": f"phase{phase}"})
             for number in range(2):
                 segment = recorded(env, number, drive, directive, f"phase{phase}")
                 spoil(segment)
-                for record in (segment, Outcome(segment.episode, bool(segment.terminated), judged_by="judge")):
-                    store.stage("A", next(sequence), record)
+                stage(segment)
+            if practised and not phase:
+                directive = store.direct({"into": "online", "phase": "practise"})
+                stage(recorded(env, 7, False, directive, "practise", practise=True))
         store.commit()
         store.close()
         return tmp_path
@@ -85,9 +103,29 @@ def ticks(animation):
             yield animation.copy()
 
 
-def blind():
+def blind(size=4):
     """A scene that draws nothing."""
-    return SimpleNamespace(arm=picture.guarded(), draw=lambda: np.zeros((4, 4, 3), np.uint8))
+    return SimpleNamespace(arm=picture.guarded(), draw=lambda: np.zeros((size, size, 3), np.uint8))
+
+
+@pytest.mark.slow
+def test_between_them_practice_is_framed_where_the_operator_drives(run):
+    """The policy stands still, so that after 12 steps without progress the script takes over."""
+    folder = run(False, True, practised=True)
+    (rows,) = picture.takeovers(folder)
+    assert not rows["intervened"][:12].any()
+    assert rows["intervened"].any()
+    assert rows["success"]
+    shown = picture.part(blind(64), [rows], picture.POLICY, 100)
+    assert len(shown) == len(rows["action"]) + picture.PAUSE
+    frames = [tuple(image[picture.BAR, 0]) for image in shown]
+    driven = [frame == picture.ORANGE for frame in frames]
+    assert driven[: -picture.PAUSE] == rows["intervened"].tolist()
+    assert frames[-picture.PAUSE :] == [picture.GREEN] * picture.PAUSE
+
+
+def test_a_run_in_which_nobody_took_over_has_no_such_part(run):
+    assert picture.takeovers(run(False, True)) == []
 
 
 @pytest.mark.slow
@@ -98,8 +136,8 @@ def test_what_the_simulator_does_not_repeat_is_refused(run):
     (_, first), _ = picture.evaluations(run(False, True, spoil=shift))
     with pytest.raises(ConfigError, match="does not repeat this run"):
         list(picture.played(blind(), first[0]))
-    with pytest.raises(ConfigError, match="no start of an evaluation"):
-        picture.start(picture.guarded(), first[0][STATE][0] + 1)
+    with pytest.raises(ConfigError, match="no start that this run gives"):
+        picture.start(picture.guarded(), first[0][STATE][0] + 1, range(3))
 
 
 def test_captions_equal_the_table_of_the_run(run):
@@ -130,6 +168,6 @@ def test_a_run_without_two_evaluations_is_refused(run, tmp_path):
 def test_the_readme_shows_a_small_moving_picture_of_a_run():
     path = ROOT / "docs/pictures/before_after.gif"
     assert f"({path.relative_to(ROOT)})" in (ROOT / "README.md").read_text()
-    assert path.stat().st_size < 3_000_000
+    assert path.stat().st_size < 1_500_000
     with Image.open(path) as animation:
         assert 5 <= len(list(ticks(animation))) / FPS <= 8

@@ -11,7 +11,7 @@ HEADS = sorted(file.stem for file in (runs.ROOT / "config/head").glob("*.yaml"))
 
 
 def heads(cell: Namespace) -> Mapping[str, Any]:
-    """Which head learns what from the same demonstrations? (docs/guides/policies.md, docs/guides/robomimic.md)
+    """Which head learns what from the same demonstrations? (docs/evidence/heads.md, docs/guides/robomimic.md)
 
     heads   on sim_arm, where every demonstration does the same thing, with noise, and on a wall with two gaps, where
             each takes one at random, so that the mean of two good ways hits the wall

@@ -52,7 +52,7 @@ OLD = runs.without("demonstrate", "clone", "baseline", "warm_up", "practise", "e
 
 
 def improved(cell: Namespace) -> Mapping[str, Any]:
-    """What improves a clone: critics that choose, climb, steer or edit, at equal data? (docs/guides/policies.md)
+    """What improves a clone: critics that choose, climb, steer or edit, at equal data? (docs/evidence/improve.md)
 
     A draw is a seed with its own --demonstrations. Each way clones for --cloned updates and then makes --updates more,
     while the robot practises one step for every two: qc, fql, parl, dsrl, expo and guided, whose critics take the first
@@ -131,7 +131,7 @@ def values_told(rows: Rows, _: Namespace) -> Iterator[str]:
 
 
 def offline(cell: Namespace) -> Mapping[str, Any]:
-    """What is learned from a dataset of successes and failures alone? On the simulated arm (docs/guides/policies.md).
+    """What is learned from a dataset of successes and failures alone? On the simulated arm (docs/evidence/improve.md).
 
     A draw is a seed with its own --demonstrations, all with the block on the left, and the first --episodes of RLPD's
     practice on them: it begins by failing. From copies of that data, --updates while nobody acts: cloning all, the
