@@ -37,10 +37,12 @@ ALGORITHMS = """# Algorithms
 camera of 64 x 64 pixels and 4 numbers of action, and for one that takes one of 4 choices. Other settings are their
 defaults. [policies.md](../guides/policies.md) says which to take when.
 
-- *Actions*: `numbers` (a Box), `choices` (Discrete), or both. *Images*: whether it sees cameras unasked.
+- *Actions*: `numbers` (a Box), `choices` (Discrete), or both. *Images*: whether its default policy sees cameras.
 - *Chunk*: how many actions it gives at once. *Values*: whether critics or a value are learned.
-- *Plans* name it, or choose it. *Demonstrations*, *person*: whether one of these plans asks for them.
-- *Weights* in millions, copies included. *Memory* of training on one CPU process, without the replay buffer.
+- *Plans* choose it, or are named with it. *Demonstrations*, *person*: whether at least one of them has them. Without a
+  plan here: any that calls its updates.
+- *Weights* in millions, copies included, a frozen backbone not. *Memory* of training on one CPU process, without the
+  replay buffer.
 - *Shown*: the page of evidence that names it; without one, nobody has measured how well it learns."""
 COLUMNS = """# Columns
 `tools/reference.py` writes this page. T is the number of steps, B that of windows in a batch, H that of steps in a

@@ -11,6 +11,7 @@ from serl_client.env import Observation
 from serl_client.errors import ConfigError, RobotFault
 from serl_client.faults import READY
 from serl_client.spec import Array, Feature
+from serl_client.words import check_choice
 
 from robot_infra.guard.channel import Reply, Start
 from robot_infra.guard.link import ANSWER, SLOW, GuardLink
@@ -51,10 +52,9 @@ class GuardedRobot:
         options: Mapping[str, Any] | None = None, servo_hz: float = 100.0, home_speed: float = 0.25,
         process: bool = True, waypoints: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        if space not in SPACES or space.endswith("_delta") == (stroke is None):
-            raise ConfigError(
-                f"task.env.space={space}: use {', '.join(SPACES)}; a delta needs a stroke, and nothing else has one"
-            )
+        check_choice(space, SPACES, "space", "task.env.space")
+        if space.endswith("_delta") == (stroke is None):
+            raise ConfigError(f"task.env.space={space}: {'say' if stroke is None else 'leave out'} task.env.stroke")
         if not (0 < fps <= servo_hz <= 1000 and 0 < home_speed <= 1):
             raise ConfigError(
                 f"task.env.fps={fps:g} task.env.servo_hz={servo_hz:g} task.env.home_speed={home_speed:g}: "

@@ -58,7 +58,7 @@ class Hands:
             entries = ", ".join(action.names) or f"{action.shape[0]} entries without names"
             raise ConfigError(
                 f"this robot takes {entries} as {space}; the device moves {', '.join(sorted(moves)) or 'nothing'}, by "
-                "deltas (ee_delta): use another task.env.operator=..., such as a leader arm"
+                "deltas of a tool: use another task.env.operator=..., or joint_position and a leader arm"
             )
         self._page = next((device for device in devices if isinstance(device, PageDevice)), None)
         if self._page and leads:
@@ -222,6 +222,10 @@ def make_devices(
         return None, None
     words, devices = operator.split("+"), devices or {}
     if unknown := [word for word in words if word not in OPERATORS]:
+        if unknown[0] == "scripted":
+            raise ConfigError(
+                "task.env.operator=scripted: this task has no script; docs/tutorials/own_task.md says one"
+            )
         others = [*OPERATORS, *["scripted"] * (scripted is not None)]
         raise ConfigError(f"task.env.operator={unknown[0]} is unknown; use {', '.join(others)}")
     if clock != "real":

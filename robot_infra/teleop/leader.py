@@ -34,8 +34,13 @@ class Leader:
         self._rest: Array | None = None  # where it was at the first reading since `forget`
         self._was_touched = False
         observed = getattr(robot, "features", {}).get(LEADER)
-        if not robot.space.endswith("_position") or observed is None or observed.shape != robot.action.shape:
-            raise ConfigError("task.env.operator=leader: this robot has no leader arm like it; name one in its options")
+        if not robot.space.endswith("_position"):
+            raise ConfigError(f"a leader arm gives positions, not {robot.space}: say task.env.space=joint_position")
+        if observed is None or observed.shape != robot.action.shape:
+            raise ConfigError(
+                "task.env.operator=leader: this robot has no leader arm like it; name one in its options, or observe "
+                "one in your driver (docs/tutorials/own_robot.md)"
+            )
 
     def read(self) -> Hand:
         seen: Observation = getattr(self._robot, "seen", {})

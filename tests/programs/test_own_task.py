@@ -1,5 +1,6 @@
 """The pages about an own task and an own algorithm, as a reader follows them; and environments that raise."""
 
+import importlib
 import json
 import re
 import shutil
@@ -7,9 +8,14 @@ import shutil
 import pytest
 from serl_client.errors import ConfigError
 
-from serl_launcher.config import OTHERS, composed
+from serl_launcher.algorithms.base import Algorithm
+from serl_launcher.algorithms.chunk_actor_critic import first_step
+from serl_launcher.config import OTHERS, composed, factory
+from serl_launcher.types import Window
 from tests.programs.pages import page, runs, write
 from tests.shared.common import CONFIG, ROOT
+from tests.shared.examples import run_example
+from tests.shared.models import batch, robot
 from tests.shared.programs import Programs
 from tools.readme_words import SHORT
 
@@ -70,7 +76,7 @@ def programs(tmp_path):
 
 @pytest.mark.slow
 def test_the_page_is_enough_for_a_task_of_ones_own(programs):
-    practice, evaluation = ([*words, *MADE_SHORT] for words in runs(PAGE))
+    practice, evaluation, _ = ([*words, *MADE_SHORT] for words in runs(PAGE))
     programs.complete(practice, practice)
     said = " ".join(programs.said().split())
     assert "not stored, because nothing of this run reads it: observation.images.camera, 3 kB a step; say " in said
@@ -78,6 +84,18 @@ def test_the_page_is_enough_for_a_task_of_ones_own(programs):
     assert (programs.run_dir / "summary.json").exists()
     programs.complete(evaluation, evaluation)
     assert (programs.run_dir / "evaluation.json").exists()
+
+
+@pytest.mark.slow
+def test_the_page_is_enough_for_a_script_that_demonstrates_and_takes_over(programs, tmp_path):
+    words = [*runs(PAGE)[2], *MADE_SHORT, *FEW]
+    programs.complete(words, words)
+    assert json.loads((programs.run_dir / "summary.json").read_text())["assisted"] >= 2
+    shutil.copytree(CONFIG, folder := tmp_path / "config")
+    (own,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/tutorials/own_task.md").read_text(), re.DOTALL)
+    (folder / "task/my_task.yaml").write_text(own)
+    said = composed(CONFIG, ["actor=true", *(word for word in words if word.startswith("task"))]).task
+    assert {**composed(folder, ["actor=true", "task=my_task"]).task, "name": said.name} == said
 
 
 @pytest.mark.slow
@@ -90,11 +108,26 @@ def test_the_page_is_enough_for_an_algorithm_of_ones_own(programs, tmp_path, mon
     assert "my_algorithm.Sooner" in (programs.run_dir / "config.yaml").read_text()
 
     shutil.copytree(CONFIG, folder := tmp_path / "config")
-    (own,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/tutorials/own_algorithm.md").read_text(), re.DOTALL)
-    (folder / "algo/my_algorithm.yaml").write_text(own)
+    yamls = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/tutorials/own_algorithm.md").read_text(), re.DOTALL)
+    for name, text in zip(("my_algorithm", "my_cloning"), yamls, strict=True):
+        (folder / f"algo/{name}.yaml").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    found = composed(folder, ["learner=true", "plan=hiors", "algo=my_algorithm", f"run_dir={tmp_path / 'other'}"]).algo
-    assert (found._target_, found.discount) == ("my_algorithm.Sooner", 0.98)
+    cloning = run_example(Algorithm, {"Algorithm": Algorithm, "Window": Window})["Cloning"]
+    monkeypatch.setattr(importlib.import_module("my_algorithm"), "Cloning", cloning, raising=False)
+
+    spec = robot(cameras=())
+
+    def made(word):
+        config = composed(folder, ["learner=true", "plan=hiors", word, f"run_dir={tmp_path / 'other'}"])
+        return factory(config, "algo", spec)(spec)
+
+    assert made("algo=my_algorithm").discount == 0.98
+    algorithm = made("algo=my_cloning")
+    rows = batch(spec, window=algorithm.windows["update"])
+    seen = first_step(rows.observation), rows.task
+    assert algorithm.update(rows)["loss"] > 0
+    assert algorithm.policy.sample(seen[0], task=seen[1]).shape == (1, *rows.action.shape)
+    assert algorithm.policy.rsample(seen[0], task=seen[1], seed=rows.seed)[0].requires_grad
 
 
 @pytest.mark.parametrize(("word", "ours"), OTHERS.items())
