@@ -100,7 +100,7 @@ def fitting(fields: Mapping[str, Any], robot: dict[str, dict[str, Any]], kind: s
         if not resizes and list(about["shape"]) != here["shape"]:
             raise ConfigError(
                 f"policy.path: this {kind} reads {name} as {about['shape']}, and the robot has {here['shape']}: take "
-                "another policy, or for an image say task.env.cameras.NAME.width and height, crop=null and size=null"
+                "another policy, or for an image say task.env.cameras.NAME.width and height, and neither crop nor size"
             )
         chosen[name] = here
     action, own = (fields.get("output_features") or {}).get("action"), robot["output_features"]["action"]

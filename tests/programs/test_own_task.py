@@ -124,10 +124,10 @@ def test_the_page_is_enough_for_an_algorithm_of_ones_own(programs, tmp_path, mon
     assert made("algo=my_algorithm").discount == 0.98
     algorithm = made("algo=my_cloning")
     rows = batch(spec, window=algorithm.windows["update"])
-    seen = first_step(rows.observation), rows.task
+    seen = first_step(rows.observation)
     assert algorithm.update(rows)["loss"] > 0
-    assert algorithm.policy.sample(seen[0], task=seen[1]).shape == (1, *rows.action.shape)
-    assert algorithm.policy.rsample(seen[0], task=seen[1], seed=rows.seed)[0].requires_grad
+    assert algorithm.policy.sample(seen).shape == (1, *rows.action.shape)
+    assert algorithm.policy.rsample(seen, seed=rows.seed)[0].requires_grad
 
 
 @pytest.mark.parametrize(("word", "ours"), OTHERS.items())
