@@ -10,6 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from serl_client.errors import RobotFault
 
+from robot_infra.drivers.arm import LEADER
 from robot_infra.resets import resets_of
 from serl_launcher.config import composed, factory
 from tests.programs.pages import page, runs, write
@@ -60,6 +61,22 @@ def test_a_person_demonstrates_and_takes_over_on_the_arm_of_the_page(folder, mon
     with Person(folder) as person:
         person.practised([*actor, f"task.env.address={folder / 'arm'}"], has_programs=True)
         assert FAULT in person.said()  # before the first r
+
+
+def test_the_leader_of_the_page_drives_an_arm_of_joints(folder):
+    (led,) = re.findall(
+        r"```python\n(from serl_client.*?)```", (ROOT / "docs/tutorials/own_robot.md").read_text(), re.DOTALL
+    )
+    with open(folder / "my_arm.py", "a") as arm, open(folder / "my_port.py", "a") as port:
+        arm.write(led)
+        port.write("\n    def leader_positions(self):\n        return [0.25, 0.0, 0.15, 0.0]\n")
+    own = ["task=my_arm", "task.env.driver=my_arm.MyLedArm", f"task.env.address={folder / 'arm'}", "~task.env.stroke"]
+    words = ["actor=true", *own, "task.env.space=joint_position", "task.env.operator=leader"]
+    config = composed(folder / "config", words)
+    with factory(config, "task.env")() as env:
+        env.recover()
+        env.reset(0)
+        assert env.robot.seen[LEADER].tolist() == pytest.approx([0.25, 0.0, 0.15, 0.0])
 
 
 def test_the_arm_of_the_page_moves_within_its_limits_after_somebody_has_said_ready(folder):
