@@ -102,7 +102,7 @@ def algorithm(name: str) -> list[str]:
         actions = "numbers"
     sees = any(CAMERA in window.offsets for window in made.windows.values())
     size = needed(lambda: factory(config, "algo", spec)(spec), spec, config.batch_size, 1, 0).total
-    used, words = plans_of(name), {f"algo={name}", f"`{name}`", *(f"plan={plan}" for plan in plans_of(name, True))}
+    used, words = plans_of(name), {f"algo={name}", f"`{name}`", *(f"plan={plan}" for plan in choosing(name))}
     phases = [phase for plan in used for phase in plan_of(composed(CONFIG, [f"plan={plan}"])).phases.values()]
     shown = [file for file in sorted(EVIDENCE.glob("*.md")) if names(file.read_text(), words) and file.stem != "gpu"]
     judges = type(made).value is not Algorithm.value or "update_value" in made.windows
@@ -125,20 +125,19 @@ def names(text: str, words: Iterable[str]) -> bool:
     return re.search(rf"({'|'.join(map(re.escape, words))})(?!\w)", text) is not None
 
 
-def plans_of(name: str, chosen: bool = False) -> list[str]:
-    """Return the plans that choose an algorithm, or are named with it; else those of the yaml that it continues.
+def choosing(name: str) -> list[str]:
+    """Return the plans that choose an algorithm."""
+    return [plan for plan, text in plans().items() if names(text, [f"algo: {name}"])]
 
-    chosen: only those that choose it.
-    """
-    used = [plan for plan, text in plans().items() if names(text, [f"algo: {name}"])]
-    if chosen:
-        return used
+
+def plans_of(name: str) -> list[str]:
+    """Return the plans that choose an algorithm, or are named with it; else those of the yaml that it continues."""
     for file in continued(CONFIG / f"algo/{name}.yaml"):
-        used += [plan for plan, text in plans().items() if names(text, [f"algo={file.stem}", f"algo: {file.stem}"])]
+        used = choosing(file.stem) + [plan for plan, text in plans().items() if names(text, [f"algo={file.stem}"])]
         used += [plan for plan in re.findall(r"plan=(\w+)", head(file)) if plan in plans()]
         if used:
-            break
-    return list(dict.fromkeys(used))
+            return list(dict.fromkeys(used))
+    return []
 
 
 def head(file: Path) -> str:

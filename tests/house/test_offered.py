@@ -89,10 +89,12 @@ def chosen(path: Path) -> dict[str, str]:
 
 NO_RUN = ("sharding", "head", "network", "source")  # test_algorithms, test_sharding, and the plans that hold sources
 JUDGES = ("reward_classifier", "judge")  # tests/programs/test_rewards.py: they need a dataset
-HANDS = [("task", name) for name in ("lerobot", "so101", "so101_tool", "pick_cube", "dobot")]  # their own tests
+OWN = [  # what a person does, or a server of lerobot's own: their own tests
+    *(("task", name) for name in ("lerobot", "so101", "so101_tool", "pick_cube", "dobot")), ("policy", "lerobot_server")
+]  # fmt: skip
 CHOICES = [
     (group, name) for group, names in sorted(OFFERED.items()) for name in names
-    if group not in NO_RUN and (group, name) not in HANDS and name not in ("dobot_xtrainer", *JUDGES)
+    if group not in NO_RUN and (group, name) not in OWN and name not in ("dobot_xtrainer", *JUDGES)
 ]  # fmt: skip
 RUNS = {run_of(*choice): choice for choice in reversed(CHOICES)}  # yamls with the same choices share one run
 for run in sorted(RUNS, key=RUNS.__getitem__):  # and one all of whose yamls are in others is not made
